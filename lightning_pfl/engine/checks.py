@@ -20,6 +20,7 @@ from lightning_pfl.engine.known_code import (
     Read,
     UnknownCodeError,
     asks_for_places,
+    calls_metrics,
     read_by_step,
 )
 from lightning_pfl.engine.trace import Repeated, Same, fingerprint
@@ -37,14 +38,17 @@ class Checks:
     Args:
         module: The user's module, whose steps are recorded.
         step: The function of it that is called.
+        metrics: Whether it may call torchmetrics objects.
 
     Attributes:
         known: Whether the steps of this round run nothing of a user's that isn't known.
         recordable: Whether they may be recorded.
     """
 
-    def __init__(self, module: nn.Module, step: str = "training_step") -> None:
-        self.module, self.step, self._rounds = module, step, 0
+    def __init__(
+        self, module: nn.Module, step: str = "training_step", metrics: bool = False
+    ) -> None:
+        self.module, self.step, self.metrics, self._rounds = module, step, metrics, 0
         self.known = self.recordable = False
         self._read: Read | None = None
         self._said = ""
@@ -64,7 +68,7 @@ class Checks:
     def look(self) -> None:
         """Read the step's code, in which functions and names may have been replaced."""
         try:
-            self._read = read_by_step(self.module, self.step)
+            self._read = read_by_step(self.module, self.step, self.metrics)
         except UnknownCodeError as unknown:
             self._read = None
             if self._said != str(unknown):
@@ -93,6 +97,11 @@ class Checks:
     def placeless(self) -> bool:
         """Whether nothing in the steps of this round depends on how tensors lie in memory."""
         return self.known and self._read is not None and not asks_for_places(self._read)
+
+    @property
+    def calls_metrics(self) -> bool:
+        """Whether known steps of this round call torchmetrics objects."""
+        return self._read is not None and calls_metrics(self._read)
 
     def settings(self) -> tuple[Any, ...]:
         """Return what recordings depend on besides their arguments, as it is now."""

@@ -41,6 +41,8 @@ EVALUATED, WATCHED = 5.0, 21.0
 """Cost of the calls in an evaluated minibatch of one client, and more where it isn't replayed."""
 EVALUATED_PROGRAM, EVALUATED_TOGETHER = 45.0, 1.0
 """Cost of the calls in an evaluated program, and more for each client in it."""
+EVALUATED_COPIED = 13.0
+"""More for each client in a program that has copies of torchmetrics objects."""
 EVALUATED_CONVOLUTION, EVALUATED_PROGRAM_CONVOLUTION = 14.0, 32.0
 """More for each convolution, of one client and in a program."""
 FORWARD_ALONE, FORWARD_TOGETHER, FORWARD_SHARED = 1.4, 3.0, 0.75
@@ -142,6 +144,7 @@ def evaluating_pays(
     replayed: bool = False,
     convolutions: float = 0.0,
     shared: float = 0.0,
+    copied: bool = False,
 ) -> bool:
     """Whether clients are evaluated faster together than one after another.
 
@@ -151,6 +154,7 @@ def evaluating_pays(
         replayed: Whether one client's step would be replayed.
         convolutions: Convolutions in a forward pass.
         shared: The fraction of the operations that is in layers which clients have in common.
+        copied: Whether clients in a program have copies of torchmetrics objects.
 
     Example:
         >>> few, many = Load(30, 12, 30, 480, 480), Load(100, 1, 100, 1600, 1600)
@@ -166,5 +170,6 @@ def evaluating_pays(
     call = EVALUATED + (0.0 if replayed else WATCHED) + convolutions * EVALUATED_CONVOLUTION
     program = EVALUATED_PROGRAM + convolutions * EVALUATED_PROGRAM_CONVOLUTION
     alone = load.minibatches * call + rate * work * load.samples
-    together = load.programs * program + load.parts * EVALUATED_TOGETHER
+    each = EVALUATED_TOGETHER + (EVALUATED_COPIED if copied else 0.0)
+    together = load.programs * program + load.parts * each
     return together + rate_together * work * load.padded <= alone

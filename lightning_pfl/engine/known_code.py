@@ -110,6 +110,8 @@ HARMLESS = frozenset(
     }
 )
 """Names of Python's in a class by which attributes and operators mean what they always do."""
+METRICS = "torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.aggregation"
+"""Where torchmetrics has objects that sum up or list what they are given."""
 CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})
 """Names of torch's in a layer's class by which a call means something else."""
 KNOWN_ELSEWHERE = frozenset(
@@ -125,7 +127,7 @@ class UnknownCodeError(Exception):
     """Code that may read anything, with what it does that isn't known."""
 
 
-def read_by_step(module: nn.Module, step: str = "training_step") -> Read:
+def read_by_step(module: nn.Module, step: str = "training_step", metrics: bool = False) -> Read:
     """Return what the code of a step reads outside of the module's layers.
 
     Its code, and that of functions that it calls, is read. Global names must be functions and
@@ -135,6 +137,8 @@ def read_by_step(module: nn.Module, step: str = "training_step") -> Read:
     Args:
         module: The user's module.
         step: The function that is called.
+        metrics: Whether it may call torchmetrics objects that are attributes of users' layers, and
+            log them; whoever runs it makes these calls elsewhere.
 
     Returns:
         These functions and global names, which code may replace later.
@@ -144,7 +148,7 @@ def read_by_step(module: nn.Module, step: str = "training_step") -> Read:
     """
     if hooks_of(module):
         raise UnknownCodeError("layers have hooks")
-    reader = _Reader(module)
+    reader = _Reader(module, metrics)
     reader.step(step)
     return reader.read
 
@@ -154,29 +158,41 @@ def asks_for_places(read: Read) -> bool:
     return any(name in PLACES for _, name in read)
 
 
+def calls_metrics(read: Read) -> bool:
+    """Whether code names a torchmetrics object."""
+    return any(owner is Metric for owner, _ in read)
+
+
 class _Reader:
     """Reads the code that a step of a module may run.
 
     Args:
         module: The user's module.
+        metrics: As of :func:`read_by_step`.
 
     Attributes:
         read: What it has found outside of layers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, metrics: bool) -> None:
         self.module = module
         self.read: Read = {}
         parts = dict(module.named_modules())
-        metrics = [n for n, part in parts.items() if isinstance(part, (Metric, MetricCollection))]
-        # Code that doesn't name a torchmetrics object doesn't reach it.
-        self._hidden = {part for name in metrics for part in name.split(".")}
-        self._hidden |= WALKS if metrics else set()
+        found = [n for n, part in parts.items() if isinstance(part, (Metric, MetricCollection))]
         plain = [
             part
             for name, part in parts.items()
-            if not any(f"{name}.".startswith(f"{metric}.") for metric in metrics)
+            if not any(f"{name}.".startswith(f"{metric}.") for metric in found)
         ]
+        # Code that doesn't name a torchmetrics object doesn't reach it.
+        called = {
+            name
+            for name in (found if metrics else ())
+            if _is_callable(parts[name], parts[name.rpartition(".")[0]])
+        }
+        self._hidden = {part for name in found if name not in called for part in name.split(".")}
+        self._metrics = {name.rpartition(".")[2] for name in called}
+        self._hidden |= WALKS if found else set()
         self._layers = [part for part in plain if is_torchs(part) and part is not module]
         self._own = [part for part in plain if part is module or not is_torchs(part)]
         kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
@@ -233,6 +249,8 @@ class _Reader:
         self._seen.add(name)
         if name in PLACES:
             self.read[Tensor, name] = None
+        if name in self._metrics:
+            self.read[Metric, name] = None
         if name.startswith("__") or name in OUTSIDE or name in self._hidden:
             _unknown(f"it reads an attribute {name!r}")
         for kind in self._kinds:
@@ -404,6 +422,18 @@ def is_torchs(layer: nn.Module) -> bool:
     forward = getattr(type(layer).forward, "__module__", None) or ""
     known = type(layer).__module__.startswith(where) and forward.startswith(where)
     return known and "forward" not in vars(layer)
+
+
+def _is_callable(metric: nn.Module, owner: nn.Module) -> bool:
+    """Whether a torchmetrics object is an attribute, and has one result however it is called.
+
+    Its state is the same after ``forward`` as after ``update``, as those of its kinds are sums and
+    lists.
+    """
+    kind = type(metric)
+    usual = issubclass(kind, Metric) and kind.forward is Metric.forward
+    kept = not list(metric.children()) and "forward" not in vars(metric)
+    return usual and kept and kind.__module__.startswith(METRICS) and not is_torchs(owner)
 
 
 def _has(part: nn.Module, name: str) -> bool:

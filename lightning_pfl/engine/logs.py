@@ -65,6 +65,7 @@ class LogCapture:
         values: Logged value by name: a tensor, or a torchmetrics object.
         options: The options of each name; kept across steps.
         reductions: ``reduce_fx`` and ``batch_size`` of each name in its last step.
+        calls: Calls of torchmetrics objects that the last step has left to be made; None for none.
     """
 
     def __init__(self) -> None:
@@ -72,14 +73,18 @@ class LogCapture:
         self.options: dict[str, LogOptions] = {}
         self.reductions: dict[str, Reduction] = {}
         self._samples = 1
+        self.calls: Any = None
         self._logged: list[str] = []
+        self._apart: set[str] = set()
         self._ways: dict[tuple[Any, ...], int] = {}
         self._way: int | None = None
 
     def begin(self, batch: Any) -> None:
         """Start a step on this batch, and clear the last step's values."""
         self.values, self._samples, self._way = {}, batch_length(batch), None
+        self.calls = None
         self._logged.clear()
+        self._apart.clear()
 
     def __call__(  # noqa: D102 - replaces `LightningModule.log`
         self,
@@ -116,6 +121,8 @@ class LogCapture:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged
         self._logged.append(name)
+        if isinstance(value, (Metric, TorchmetricsValue)):
+            self._apart.add(name)
 
     def _together(
         self, name: str, value: Tensor | Metric, logged: Reduction
@@ -140,20 +147,23 @@ class LogCapture:
     def way(self) -> int:
         """Number the way in which the last step logged its values, for when it is replayed."""
         names = dict.fromkeys(self._logged)
-        way = tuple((name, self.reductions[name], astuple(self.options[name])) for name in names)
+        how = ((self.reductions[name], astuple(self.options[name])) for name in names)
+        way = tuple(zip(names, how, strict=True)), frozenset(self._apart), self.calls
         return self._ways.setdefault(way, len(self._ways))
 
     def replayed(self, way: int) -> None:
         """Take note that a step was replayed, which logs its values in this way."""
         if way == self._way:
             return
-        for name, reduction, options in list(self._ways)[way]:
+        named, _, self.calls = list(self._ways)[way]
+        for name, (reduction, options) in named:
             self.reductions[name], self.options[name] = reduction, LogOptions(*options)
         self._way = way
 
     def reductions_of(self, way: int) -> dict[str, Reduction]:
-        """Return the names that a way of logging has, in their order, with their reductions."""
-        return {name: reduction for name, reduction, _ in list(self._ways)[way]}
+        """Return the names of the tensors that a way of logging has, with their reductions."""
+        named, apart, _ = list(self._ways)[way]
+        return {name: reduction for name, (reduction, _) in named if name not in apart}
 
     def take(self) -> dict[str, Tensor | Metric]:
         """Return and clear the step's values, since tensors are invalid outside their ``vmap``."""

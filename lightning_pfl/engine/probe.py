@@ -283,7 +283,8 @@ class Probe:
         each = operations / _full_minibatch(work)
         # Under a gradient all layers have a client axis.
         shared = counter.shared if engine.transform == "forward" else 0.0
-        pays = evaluating_pays(each, load, replayed, counter.convolutions, shared)
+        copied = replayed and self.sequential.calls_metrics(work.step)
+        pays = evaluating_pays(each, load, replayed, counter.convolutions, shared, copied)
         return Estimate(operations, pays)
 
     def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +78,16 @@ class StepsInPlace(Repeated[Recorded]):
 
     Args:
         expanded: As of :class:`Registers`.
+        around: As of :class:`~lightning_pfl.engine.trace.Repeated`.
     """
 
     _context: int
     _layout: Layout
 
-    def __init__(self, expanded: bool) -> None:
-        super().__init__()
+    def __init__(
+        self, expanded: bool, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        super().__init__(around)
         self._registers = Registers(expanded)
         self._refused: set[int] = set()
 

@@ -39,6 +39,7 @@ from lightning_pfl.engine.base import (
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
+from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import (
     Recordings,
     options_of,
@@ -87,8 +88,10 @@ class SequentialEngine:
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.loop, self.record = loop, record
-        self.traces = Traces(enabled=record)
-        self.whole, self.checks = WholeSteps(), Checks(module)
+        self._noted = NotedMetrics(module)
+        self.traces = Traces(record, self._noted.alone)
+        self.whole = WholeSteps(around=self._noted.alone)
+        self.checks = Checks(module, metrics=makes_calls(settings))
         self._memory = KeptMemory()
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
@@ -126,6 +129,7 @@ class SequentialEngine:
         self._active.clear()
         results: list[LocalResult] = []
         self._memory.begin_round()
+        metrics = self._noted if self.checks.calls_metrics else None
         # What generators of the module's own draw leaves no trace in the global ones.
         own = has_generators(self.module)
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
@@ -134,14 +138,16 @@ class SequentialEngine:
             one = work.rows(slice(row, row + 1))
             keyed = not self.deterministic or self.loop is not None or own
             if not keyed:
-                # Replayed steps and layers of torch don't write to attributes.
+                # Replayed steps and layers of torch don't write to other attributes.
                 quiet = self.records_now or self.checks.known
                 before = {} if quiet else snapshot(self.module)
+                states = [] if metrics is None else metrics.states()
                 with watch_global_rng(None, self.checks.known) as found:
                     result = self._client(one, self._local_step(one, keyed=False))
                 if found.moved or found.moved_torch:
                     if before:
                         restore(self.module, before)
+                    put_back(states)
                     self.deterministic = False
                     keyed = True
             if keyed:
@@ -219,6 +225,7 @@ class SequentialEngine:
             work,
             keyed,
             self.checks.code_known,
+            self._noted,
         )
 
     def whole_steps(
@@ -403,3 +410,7 @@ class SequentialEngine:
     def may_replay(self, step: str) -> bool:
         """Whether steps of an evaluation may be recorded."""
         return self._evaluation.may_replay(step)
+
+    def calls_metrics(self, step: str) -> bool:
+        """Whether replayed steps of an evaluation call torchmetrics objects."""
+        return self._evaluation.calls_metrics(step)

@@ -24,14 +24,22 @@ from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
+from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import changed, has_generators, snapshot
+from lightning_pfl.engine.safety.snapshot import (
+    Snapshot,
+    changed,
+    has_generators,
+    snapshot,
+)
 from lightning_pfl.engine.steps import Limits, Unread
 from lightning_pfl.engine.trace import Given, Traces
 
 EVALUATING = ("validation_step", "test_step")
 """Steps whose results are what they log."""
+_Logged = tuple[Tensor | None, dict[str, Tensor], dict[str, Metric], int]
+"""What a step logs: tensors, arguments of torchmetrics objects, these, and how it logs."""
 
 
 @dataclass
@@ -69,6 +77,7 @@ class SequentialEvaluation:
     ) -> None:
         self.module, self.settings, self.record, self.quiet = module, settings, record, quiet
         self.draws_elsewhere = False
+        self._noted = NotedMetrics(module)
         self._steps: dict[str, _Step] = {}
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
@@ -78,10 +87,12 @@ class SequentialEvaluation:
         if self._is_quiet(work, step):
             known = step.checks.known
             key = None if known else derive(self.settings.seed, "guard", work.step)
+            states = self._noted.states() if step.checks.calls_metrics else []
             with watch_global_rng(key, known) as found:
                 evaluation = self._unwatched(work, on_clients, step)
             if not (found.moved or found.moved_torch):
                 return evaluation
+            put_back(states)
             on_clients = None  # they have heard of it
         elif self._is_known(work, step):
             self.draws_elsewhere = False
@@ -96,9 +107,16 @@ class SequentialEvaluation:
         step.checks.look()
         return self._is_replayed(name, step) and (step.checks.known or self.quiet.get(name, True))
 
+    def calls_metrics(self, name: str) -> bool:
+        """Whether steps that are replayed call torchmetrics objects."""
+        step = self._step(name)
+        step.checks.look()
+        return step.checks.calls_metrics
+
     def _step(self, name: str) -> _Step:
         if name not in self._steps:
-            self._steps[name] = _Step(Checks(self.module, name), Traces(enabled=self.record))
+            checks = Checks(self.module, name, makes_calls(self.settings))
+            self._steps[name] = _Step(checks, Traces(self.record, self._noted.alone))
         return self._steps[name]
 
     def _is_replayed(self, name: str, step: _Step) -> bool:
@@ -143,16 +161,23 @@ class SequentialEvaluation:
                 return nullcontext()
             return seeded(derive(self.settings.seed, work.step, client, number), everything=unsure)
 
-        def run(number: int, model: Model, batch: Any) -> tuple[Tensor | None, int]:
+        def run(number: int, model: Model, batch: Any) -> _Logged:
             at: Any = Unread() if traces.recording else number
+            self._noted.begin()
             logged = program.evaluation_step(model, work.step, batch, at)[1]
-            return self._numbers(logged), program.log.way()
+            given, metrics = dict[str, Tensor](), dict[str, Metric]()
+            if self._noted.active:
+                program.log.calls, given = self._noted.taken(logged), self._noted.given()
+            else:
+                metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
+            return self._numbers(logged), given, metrics, program.log.way()
 
         traces.enter(settings())
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)
         # By the minibatch's number and how it logs, so that all clients' values are added at once.
         found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
+        computed: dict[str, list[tuple[int, Tensor]]] = {}
 
         def given(row: int) -> Given:
             return Given({name: leaf[row] for name, leaf in work.models.items()})
@@ -160,7 +185,7 @@ class SequentialEvaluation:
         shared = given(0) if work.is_of_one_model and len(work.clients) else None
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(work.clients.tolist()):
-                model = shared or given(row)
+                model, metrics = shared or given(row), dict[str, Metric]()
                 for number, batch in evaluation_minibatches(
                     work.data, client, Limits(1, work.limit), self.settings
                 ):
@@ -169,11 +194,20 @@ class SequentialEvaluation:
                         naming_clients(work.step, work.data.names, [client], work.round),
                         drawing(client, number),
                     ):
-                        values, way = traces.run(partial(run, number), model, batch)
-                    program.log.replayed(way)
+                        step_of = partial(run, number)
+                        values, given_to, objects, way = traces.run(step_of, model, batch)
+                        program.log.replayed(way)
+                        if program.log.calls is not None:
+                            own, objects = made(program.log.calls, given_to, self.module)
+                            logs.add(own, size, torch.tensor([row]), program.log.reductions)
+                    metrics |= objects
                     counts[row] += size
                     if values is not None:
                         found.setdefault((number, way), []).append((row, size, values))
+                if metrics:
+                    with naming_clients(work.step, work.data.names, [client], work.round):
+                        for name, value in computed_metrics(metrics).items():
+                            computed.setdefault(name, []).append((row, value))
                 if on_clients is not None and on_clients([row]) is not False:
                     checks.look_after_hooks(traces)
                     traces.enter(settings())
@@ -182,15 +216,19 @@ class SequentialEvaluation:
             reductions = program.log.reductions_of(way)
             named = zip(reductions, torch.stack(values).unbind(1), strict=True)
             logs.add(dict(named), torch.tensor(sizes), torch.tensor(rows), reductions)
+        for name, each in computed.items():
+            some = torch.tensor([row for row, _ in each])
+            logs.add({name: torch.cat([value for _, value in each])}, torch.ones(len(each)), some)
         # Nothing is predicted here.
         return Evaluation(logs.compute(), counts, dict(program.log.options))
 
     def _numbers(self, logged: dict[str, Any]) -> Tensor | None:
-        """Return what a step logs as one tensor of its own; None for nothing."""
-        if not logged:
+        """Return the tensors that a step logs as one of its own; None for none."""
+        values = [value for value in logged.values() if isinstance(value, Tensor)]
+        if not values:
             return None
         device = self.settings.device
-        return torch.stack([value.to(device, torch.float64) for value in logged.values()])
+        return torch.stack([value.to(device, torch.float64) for value in values])
 
     def _program(self, work: EvaluationWork, step: _Step) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
@@ -226,7 +264,12 @@ class SequentialEvaluation:
         limits = Limits(1, work.limit)
         self.draws_elsewhere = moved = False
         # Where steps write to attributes, they differ from their recordings.
-        before = None if name in self.quiet else snapshot(self.module)
+        others = not step.checks.known  # than what its code is known to write to
+        before = None if name in self.quiet else snapshot(self.module, others)
+
+        def writes(before: Snapshot) -> bool:
+            return changed(self.module, before, others) is not None
+
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
@@ -254,9 +297,10 @@ class SequentialEvaluation:
                 with naming_clients(name, data.names, [client], work.round):
                     logs.add(computed_metrics(metrics), torch.ones(1), at)
                 if on_clients is not None:
-                    moved |= before is not None and changed(self.module, before) is not None
+                    moved |= before is not None and writes(before)
                     hooked = on_clients([row]) is not False
-                    before = snapshot(self.module) if hooked and before is not None else None
-        moved |= before is not None and changed(self.module, before) is not None
+                    again = hooked and before is not None
+                    before = snapshot(self.module, others) if again else None
+        moved |= before is not None and writes(before)
         options = dict(program.log.options)
         return Evaluation(logs.compute(), counts, options, predictions), moved

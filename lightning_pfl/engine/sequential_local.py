@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_pfl.contract.records import (
     LogOptions,
@@ -32,6 +32,7 @@ from lightning_pfl.engine.base import (
 )
 from lightning_pfl.engine.bound import BoundModule
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
+from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
 from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
     Recordings,
@@ -39,7 +40,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import restore, snapshot
+from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import Unread, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Traces
@@ -74,6 +75,7 @@ class SequentialLocalStep:
         work: The client's work.
         keyed: Whether random functions of a step get the client's keys.
         known: Whether the code of the module's step is known.
+        noted: Notes calls of torchmetrics objects in steps that are recorded.
 
     Attributes:
         drew: Whether a keyed step has drawn random numbers; None before the first one.
@@ -93,11 +95,12 @@ class SequentialLocalStep:
         work: LocalWork,
         keyed: bool,
         known: bool,
+        noted: NotedMetrics,
     ) -> None:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
         self.loop, self.template = loop, work.optimizer
-        self.keyed, self.known = keyed, known
+        self.keyed, self.known, self.noted = keyed, known, noted
         self.drew: bool | None = None
         self.draws_elsewhere: bool | None = None
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
@@ -197,7 +200,7 @@ class SequentialLocalStep:
                 logged = whole.step(partial(take, numbers, mine), (minibatches, keys))
                 for values, size, way in logged:
                     self.program.log.replayed(way)
-                    self.logs.add(values, size, None, self.program.log.reductions)
+                    self._log(values, {}, size)
         tree = whole.unload()
         if self._optimizer is not None:
             self._optimizer.place(tree["optimizer"])
@@ -282,9 +285,15 @@ class SequentialLocalStep:
         if not self._logged:
             self._log(*sorted_out(found[0], logged), batch_length(minibatch))
 
-    def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
-        self.logs.add(values, size, None, self.program.log.reductions)
+    def _log(
+        self, values: dict[str, Tensor], metrics: dict[str, Metric], size: Tensor | int
+    ) -> None:
         self.metrics |= metrics
+        calls: Calls | None = self.program.log.calls
+        if calls is not None and isinstance(self.logs, ClientLogs):
+            values, metrics = made(calls, values, self.parameter_split.module)
+            self.metrics |= metrics
+        self.logs.add(values, size, None, self.program.log.reductions)
 
     def _require_automatic(self, what: str) -> None:
         if self.loop is not None and self.loop.manual:
@@ -351,8 +360,8 @@ class SequentialLocalStep:
     @contextmanager
     def _metrics_kept(self, kept: bool = True) -> Iterator[None]:
         """Leave torchmetrics objects as they are where nothing is logged of a step."""
-        # What is recorded doesn't tell them anything.
-        objects = self._metric_objects if kept and not self._is_recorded else ()
+        # What is noted doesn't tell them anything.
+        objects = self._metric_objects if kept and not self.noted.active else ()
         before = [snapshot(one) for one in objects]
         try:
             yield
@@ -362,8 +371,7 @@ class SequentialLocalStep:
 
     @cached_property
     def _metric_objects(self) -> tuple[nn.Module, ...]:
-        parts = self.parameter_split.module.modules()
-        return tuple(part for part in parts if isinstance(part, (Metric, MetricCollection)))
+        return metric_objects(self.parameter_split.module)
 
     def new_step(self) -> None:
         """Start a step, whose first gradient logs, unless samples are public."""
@@ -469,10 +477,15 @@ class SequentialLocalStep:
                     raise
                 raise ValueError(self.active.unreached()) from cause
 
+        self.noted.begin()
         loss, logged = self.program.training_loss(
             {**fixed, **leaves}, minibatch, key, self._number(number), None, None, backward, term
         )
-        return grads, *sorted_out(loss, logged), self.program.log.way()
+        values, metrics = sorted_out(loss, logged)
+        if self.noted.active:
+            self.program.log.calls = self.noted.taken(logged)
+            values, metrics = values | self.noted.given(), {}
+        return grads, values, metrics, self.program.log.way()
 
     def _backward(self, loss: Tensor, leaves: Model) -> Model:
         if self._is_recorded:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -105,7 +106,7 @@ def _tensor(value: Tensor) -> tuple[Any, ...]:
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over names and layers, without torchmetrics objects, which no recorded step reads."""
+    """Iterate over names and layers, without torchmetrics objects, of which none reads anything."""
     yield prefix, module
     for name, part in module.named_children():
         if not isinstance(part, (Metric, MetricCollection)):
@@ -207,13 +208,17 @@ class Repeated(ABC, Generic[Recorded]):
     made with, which a constant in their place doesn't fit, and one of each phase in rounds that
     check.
 
+    Args:
+        around: Entered around steps that are recorded or compared.
+
     Attributes:
         used: Number of replays.
         recording: Whether a step is being recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.used, self.recording = 0, False
+        self._around = around
         self._checks, self._at_once, self._before = True, False, 0
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
@@ -252,7 +257,8 @@ class Repeated(ABC, Generic[Recorded]):
         if key in self._unchecked or (self._checks and key[0] not in self._checked):
             self._unchecked.discard(key)
             self._checked.add(key[0])
-            return self._check(recorded, function, given, leaves)
+            with self._around():
+                return self._check(recorded, function, given, leaves)
         return self._replayed(recorded, leaves)
 
     def _first_calls(
@@ -267,7 +273,8 @@ class Repeated(ABC, Generic[Recorded]):
         del self._calls[key]
         self.recording = True
         try:
-            recorded, result = self._record(function, given, leaves)
+            with self._around():
+                recorded, result = self._record(function, given, leaves)
         # Whatever a method, a user's layers or a device raise; a true error recurs.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
@@ -318,13 +325,19 @@ class Repeated(ABC, Generic[Recorded]):
 class Traces(Repeated[Recording]):
     """Recorded gradients, and other functions of trees.
 
-    Attributes:
+    Args:
         enabled: Whether steps may be recorded; False if the module's step may read anything but its
             arguments and settings.
+        around: As of :class:`Repeated`.
+
+    Attributes:
+        enabled: Whether they still may.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        super().__init__()
+    def __init__(
+        self, enabled: bool, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        super().__init__(around)
         self.enabled = enabled
         # Not what is large: an evaluation's would stay in memory that a step needs.
         self._buffers = Buffers(KEPT)

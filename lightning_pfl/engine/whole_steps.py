@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -62,8 +63,12 @@ class WholeSteps(StepsInPlace[Program]):
     Or of one chunk of clients after another: then a client stands for a chunk below.
     """
 
-    def __init__(self, expanded: bool = False) -> None:
-        super().__init__(expanded)
+    def __init__(
+        self,
+        expanded: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(expanded, around)
         self._buffers = Buffers()
         self._recorder: Recorder | None = None
         # By register what clients of a round share and no step has changed there.

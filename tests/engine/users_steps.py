@@ -565,19 +565,6 @@ class SelectsLarge(Plain):
         return losses.mean() + losses[losses >= losses.median()].mean()
 
 
-class HasMetric(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.acc = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        logits = self(x)
-        self.acc(logits, y)
-        self.log("acc", self.acc)
-        return F.cross_entropy(logits, y)
-
-
 class MakesMetric(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         metric = torchmetrics.MeanMetric()
@@ -684,7 +671,6 @@ UNKNOWN: list[Any] = [
     (Masks, nothing),
     (MasksDrawn, nothing),
     (SelectsLarge, nothing),
-    (HasMetric, nothing),
     (MakesMetric, nothing),
     (Catches, nothing),
     (OfFunction, set_list),

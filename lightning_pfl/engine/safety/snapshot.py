@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.engine.operators import global_hooks
 
@@ -29,9 +30,19 @@ BOOKS = frozenset(vars(L.LightningModule()))
 """Attributes that Lightning sets on a LightningModule, which no step reads."""
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Iterate over submodule name, attribute name and value of all attributes of users."""
+def attributes(module: nn.Module, metrics: bool = True) -> Iterator[tuple[str, str, Any]]:
+    """Iterate over submodule name, attribute name and value of all attributes of users.
+
+    Args:
+        module: The module.
+        metrics: Whether with those of torchmetrics objects.
+    """
+    left = (
+        set() if metrics else {id(part) for one in metric_objects(module) for part in one.modules()}
+    )
     for name, part in module.named_modules():
+        if id(part) in left:
+            continue
         # The private attributes of torch's layers follow from their parameters.
         torch_owns = type(part).__module__.startswith("torch.")
         books = BOOKS if isinstance(part, L.LightningModule) else frozenset[str]()
@@ -39,6 +50,12 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
             private = (torch_owns and key.startswith("_")) or key.startswith("_hparams")
             if key not in CONTENTS and key not in books and not private:
                 yield name, key, value
+
+
+def metric_objects(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the torchmetrics objects of a module."""
+    parts = module.modules()
+    return tuple(part for part in parts if isinstance(part, (Metric, MetricCollection)))
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -61,15 +78,20 @@ def has_generators(module: nn.Module) -> bool:
     return any(isinstance(held, torch.Generator) for *_, held in attributes(module))
 
 
-def snapshot(module: nn.Module) -> Snapshot:
-    """Record every attribute of a module and its submodules, with its contents."""
+def snapshot(module: nn.Module, metrics: bool = True) -> Snapshot:
+    """Record every attribute of a module and its submodules, with its contents.
+
+    Args:
+        module: The module.
+        metrics: Whether also those of torchmetrics objects.
+    """
     registered = {id(part) for part in module.modules()}
     return {
         (name, key): (
             value,
             [(one, _contents(one, one is value)) for one in _reachable(value, set(registered))],
         )
-        for name, key, value in attributes(module)
+        for name, key, value in attributes(module, metrics)
     }
 
 
@@ -119,9 +141,15 @@ def _written(value: Tensor, held: tuple[int, Tensor | None]) -> bool:
     return copied is not None and (value.shape != copied.shape or not torch.equal(value, copied))
 
 
-def changed(module: nn.Module, before: Snapshot) -> str | None:
-    """Find the first attribute that is another object or has other contents, or return None."""
-    now = {(name, key): value for name, key, value in attributes(module)}
+def changed(module: nn.Module, before: Snapshot, metrics: bool = True) -> str | None:
+    """Find the first attribute that is another object or has other contents, or return None.
+
+    Args:
+        module: The module.
+        before: What its attributes were.
+        metrics: As of :func:`snapshot`.
+    """
+    now = {(name, key): value for name, key, value in attributes(module, metrics)}
     for at in [*now, *(at for at in before if at not in now)]:
         if at not in now or at not in before or _differs(now[at], *before[at]):
             return ".".join(part for part in at if part)

@@ -109,7 +109,7 @@ def test_values_over_phases_and_accumulated_minibatches() -> None:
     compare(lambda: Measured(nn.Flatten()), clients(), method, settings={"accumulate": 2})
 
 
-@pytest.mark.parametrize("engine", ["auto", "sequential"])
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
 def test_an_accuracy_by_hand(engine: str) -> None:
     """At learning rate 0 it is that of the first model, in both engines, for each client's mean."""
 
@@ -126,7 +126,7 @@ def test_an_accuracy_by_hand(engine: str) -> None:
     run = fit(FedAvg(local_epochs=2), data, module, 2, engine)
     assert run.metrics["accuracy"] == pytest.approx(float(torch.stack(hits).mean()), rel=1e-6)
     choice = run.federation.engine.choices["training_step"]
-    assert choice.startswith("vectorized" if engine == "auto" else "sequential")
+    assert choice.startswith(engine)
     assert not module.accuracy.update_called
 
 
@@ -212,6 +212,7 @@ def test_an_object_that_a_hook_may_read_is_updated_by_all_clients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.usefixtures("clients_at_once")
 @pytest.mark.parametrize(
     ("kind", "why"),
     [(Reading, "TorchmetricsValue"), (Resetting, "computes or resets")],
