@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
-from lightning_pfl.methods import FedAvg, FedProx, FedRep, LocalOnly
+from lightning_pfl.methods import FedAvg, FedRep, FedSplit, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
@@ -141,7 +141,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("method", [FedAvg(), FedProx(0.1)], ids=["whole steps", "gradients"])
+@pytest.mark.parametrize("method", [FedAvg(), FedSplit()], ids=["whole steps", "gradients"])
 def test_a_recording_follows_the_module(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
