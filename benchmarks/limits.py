@@ -1,6 +1,7 @@
 """The distance to the arithmetic: the products and passes of steps alone, against the plain loop's.
 
     python -m benchmarks.limits w1 w2 lstm transformer w4 --methods FedAvg FedMAP SCAFFOLD
+    python -m benchmarks.limits w2 lstm w3 --threads 2
 
 The operators of one round of the plain loop's steps are written down as they run. Each product of
 matrices, convolution, attention or recurrent layer among them is then timed alone, on the same
@@ -9,13 +10,14 @@ and those of the method's arithmetic. Losses that a method measures are one forw
 a client's samples. Tensors are in the caches then, so that no step of these operators is faster,
 whoever calls them. The last column is a whole round of the loop over the same round with such
 steps: the best ratio that is left to reach, if all beside the steps took what it takes in the loop.
+Seconds are the processor's with one thread, and the clock's with several.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,8 +28,10 @@ from benchmarks.cells import use_threads
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import FROM_FILES, WORKLOADS, Workload
 from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product
+from lightning_pfl.engine.timing import clock
 
 aten = torch.ops.aten
+now = partial(clock, torch.device("cpu"))
 PRODUCTS = {
     getattr(aten, name).default
     for name in (
@@ -51,7 +55,7 @@ HEAD = f"{'':24}loop's step   products     passes  step at best  round at best"
 
 @dataclass(frozen=True)
 class Limit:
-    """A workload's step and its parts, in seconds of CPU time.
+    """A workload's step and its parts, in seconds.
 
     Attributes:
         step: The loop's step, with its share of losses that are measured.
@@ -152,7 +156,7 @@ class TimedLoop(PlainLoop):
     """The plain loop, which times its steps, and may write down what they call.
 
     Attributes:
-        inside: CPU seconds of all steps so far, losses that are measured included.
+        inside: Seconds of all steps so far, losses that are measured included.
         steps: Their number.
         written: What they call; None to write nothing down.
     """
@@ -164,10 +168,10 @@ class TimedLoop(PlainLoop):
     def _epoch(self, client: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         written = None if self._measures else self.written
         for minibatch in super()._epoch(client, epoch):
-            start = time.process_time()
+            start = now()
             with written or nullcontext():
                 yield minibatch
-            self.inside += time.process_time() - start
+            self.inside += now() - start
             self.steps += not self._measures
 
     def _measured(self, client: int) -> Tensor:
@@ -241,9 +245,9 @@ def ways(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> list[Ca
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    start = time.process_time()
+    start = now()
     function()
-    return time.process_time() - start
+    return now() - start
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """The products of a step alone, and what they leave to reach."""
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import limits
+from benchmarks.cells import use_threads
 from benchmarks.limits import Limit, WrittenDown, ways
 from benchmarks.workloads import WORKLOADS, Workload
 from lightning_pfl.models import MLP
@@ -109,6 +112,13 @@ def test_what_is_left_to_reach() -> None:
     found = Limit(step=4.0, products=1.5, optimizer=0.5, round=50.0, steps=10)
     assert found.of_step == 2.0
     assert found.of_round == 50 / (10 + 20)
+
+
+@pytest.mark.parametrize(("threads", "read"), [(1, time.process_time), (2, time.perf_counter)])
+def test_several_threads_are_timed_by_the_clock(threads: int, read: Callable[[], float]) -> None:
+    with use_threads(threads):
+        before, now, after = read(), limits.now(), read()
+    assert before <= now <= after
 
 
 def test_the_command_prints_a_row_for_each(
