@@ -332,8 +332,14 @@ def check(name: str, method: str, engine: Any, **settings: Any) -> float:
     Raises:
         AssertionError: If it isn't below :data:`SAME`.
     """
-    workload = small(WORKLOADS[name])
-    clock, _ = run(workload, method, engine, CHECKED_ROUNDS, [CHECKED_ROUNDS], **settings)
+    return check_workload(name, WORKLOADS[name], method, engine, **settings)
+
+
+def check_workload(
+    name: str, workload: Workload, method: str, engine: Any, **settings: Any
+) -> float:
+    """Do the same for a workload of whichever name."""
+    clock, _ = run(small(workload), method, engine, CHECKED_ROUNDS, [CHECKED_ROUNDS], **settings)
     apart = max(clock.apart[0])
     assert apart < SAME, (
         f"{name}, {method}, {engine}: after {CHECKED_ROUNDS} rounds in double precision the models "

@@ -11,12 +11,14 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.breakdown import PARTS
 from benchmarks.limits import METHODS, Limit, key
-from benchmarks.workloads import SIX, WORKLOADS
+from benchmarks.users import SIGMAS
+from benchmarks.workloads import NETWORKS, SIX, THREE, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results.json"
@@ -105,6 +107,19 @@ def every_method(found: Found) -> str:
         rows.append(row)
     head = [text for name in names for text in (WORKLOADS[name].about, "ms a round")]
     return table(["method", *head], rows) if rows else ""
+
+
+def users(found: Found) -> str:
+    """Write the ratios of small networks in modules of users."""
+    measured = found.get("users", {})
+    rows = []
+    for name, sigma in product(NETWORKS, SIGMAS):
+        row = [f"{NETWORKS[name][0]}{', unequal' if sigma else ''}"]
+        for method in THREE:
+            of = measured.get(f"{name}, {method}, {sigma}")
+            row.append("" if of is None else f"{number(of['later'])}; {number(of['first'])}")
+        rows.append(row)
+    return table(["the loop's time over ours", *THREE], rows) if measured else ""
 
 
 def memory(found: Found) -> str:
@@ -277,6 +292,7 @@ def machine(found: Found) -> str:
 TABLES: dict[str, Callable[[Found], str]] = {
     "machine": machine,
     "rounds": rounds,
+    "users": users,
     "methods": every_method,
     "parts": parts,
     "limits": limits,

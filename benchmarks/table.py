@@ -29,12 +29,15 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import breakdown, cells, limits, memory, overhead, peers, processes
+from benchmarks import breakdown, cells, limits, memory, overhead, peers, processes, users
 from benchmarks.cells import NAMES, NOT_HERE, SINGLE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
 
-PARTS = ("rounds", "profile", "limits", "memory", "start", "overhead", "processes", "peers")
+PARTS = (
+    *("rounds", "users", "profile", "limits", "memory", "start", "overhead"),
+    *("processes", "peers"),
+)
 
 
 class Results:
@@ -169,6 +172,16 @@ def print_cell(cell: Cell) -> None:
 # --- the other parts ------------------------------------------------------------------------------
 
 
+def run_users(options: argparse.Namespace, results: Results) -> None:
+    """Measure small networks in modules of users."""
+    print(users.HEAD)
+    for asked in users.combinations():
+        if asked[1] in (options.methods or asked):
+            key = ", ".join(map(str, asked))
+            for row in results.measure("users", key, users.measure, *asked, options.check):
+                print(users.Row(**row).describe(key), flush=True)
+
+
 def run_profile(options: argparse.Namespace, results: Results) -> None:
     """Divide a round's time into its parts."""
     print("a round's CPU time by its parts, milliseconds; the limit is the time of its products")
@@ -243,6 +256,7 @@ RUN = dict(
         PARTS,
         (
             run_rounds,
+            run_users,
             run_profile,
             run_limits,
             run_memory,

@@ -35,7 +35,7 @@ class Workload:
         samples: Training samples per client; the median for unequal clients.
         batch_size: Samples per minibatch.
         cohort: Clients per round.
-        test_samples: Test samples per client.
+        test_samples: Test samples per client; 0 for a quarter of its training samples.
         head_epochs: Passes of FedRep's head phase.
         sigma: Of the logarithm of the clients' sizes; 0 for equal sizes.
         words: Whether samples are sequences of words instead of numbers.
@@ -67,7 +67,9 @@ class Workload:
         """Return the training samples of each client."""
         generator = torch.Generator().manual_seed(1)
         spread = torch.randn(self.clients, generator=generator) * self.sigma
-        return [max(self.batch_size, round(self.samples * math.exp(float(s)))) for s in spread]
+        sizes = [max(self.batch_size, round(self.samples * math.exp(float(s)))) for s in spread]
+        # BatchNorm can't train on a last minibatch of one sample.
+        return [size + (size % self.batch_size == 1) for size in sizes]
 
     def data(self) -> tuple[FederatedTensorDataset, FederatedTensorDataset]:
         """Return the training and the test split."""
@@ -79,10 +81,11 @@ class Workload:
             )
         generator = torch.Generator().manual_seed(0)
         rule = torch.randn(math.prod(self.shape), 10, generator=generator)
-        tests = [self.test_samples] * self.clients
+        sizes = self.sizes()
+        tests = [self.test_samples or size // 4 for size in sizes]
         return (
-            self._split(self.sizes(), rule, generator, self.batch_size, shuffle=True),
-            self._split(tests, rule, generator, self.test_samples, shuffle=False),
+            self._split(sizes, rule, generator, self.batch_size, shuffle=True),
+            self._split(tests, rule, generator, max(tests), shuffle=False),
         )
 
     def _split(
@@ -192,12 +195,11 @@ def wide_cnn() -> PersonalizedModule:
 
 
 class OwnModule(L.LightningModule):
-    """LeNet in a LightningModule of the user's, whose step the package knows nothing about."""
+    """A network in a LightningModule of the user's, whose step the package has to read."""
 
-    def __init__(self) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        lenet = LeNet()
-        self.backbone, self.head = lenet.backbone, lenet.head
+        self.backbone, self.head = backbone, head
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -230,7 +232,8 @@ WORKLOADS: dict[str, Workload] = {
         "the same, of log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8, methods=THREE
     ),
     "w1-own": Workload(
-        "LeNet in a LightningModule of the user's", OwnModule, IMAGE, methods=THREE
+        "LeNet in a LightningModule of the user's",
+        lambda: OwnModule(LeNet().backbone, nn.Linear(84, 10)), IMAGE, methods=THREE
     ),
     "w2": Workload(
         "MLP 784-200-200-10, batch 50", lambda: MLP([784, 200, 200, 10]), IMAGE, samples=600,
@@ -267,3 +270,57 @@ WORKLOADS: dict[str, Workload] = {
         test_samples=100, read=load_clients, methods=THREE,
     ),
 }  # fmt: skip
+
+
+# --- small networks in modules of users -----------------------------------------------------------
+
+
+def hidden(norm: bool) -> nn.Module:
+    """Make two hidden layers of 64 units, with or without BatchNorm."""
+    layers: list[nn.Module] = []
+    for before in (20, 64):
+        layers += [nn.Linear(before, 64), *([nn.BatchNorm1d(64)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def convolutions() -> nn.Module:
+    """Make two convolutions of 8 and 16 channels for 16 x 16 pixels, and a hidden layer."""
+    layers: list[nn.Module] = []
+    for before, after in ((1, 8), (8, 16)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 32), nn.ReLU())
+
+
+NETWORKS: dict[str, tuple[str, Callable[[], nn.Module], int, tuple[int, ...], bool]] = {
+    "logistic": ("logistic regression, 20 inputs", nn.Identity, 20, (20,), False),
+    "mlp": ("MLP 20-64-64-10", lambda: hidden(False), 64, (20,), False),
+    "norm": ("the same with two BatchNorm layers", lambda: hidden(True), 64, (20,), False),
+    "cnn": ("CNN of 8 and 16 channels, 16 x 16", convolutions, 32, (1, 16, 16), False),
+    "lstm": ("LSTM of 48 units, 20 words", lambda: LastState(32, 48), 48, (20,), True),
+    "transformer": (
+        "transformer of two layers, 20 words", lambda: MeanOfTokens(32), 32, (20,), True
+    ),
+}  # fmt: skip
+"""By name: what it is, the layers below the head, their results, a sample, whether it is words."""
+
+
+def of_users(name: str, sigma: float) -> Workload:
+    """Return a workload of a network in a module of a user's, 10 of 30 clients a round.
+
+    Args:
+        name: A key of :data:`NETWORKS`.
+        sigma: Of the logarithm of the clients' sizes, training and test samples.
+    """
+    about, backbone, features, shape, words = NETWORKS[name]
+    return Workload(
+        about,
+        lambda: OwnModule(backbone(), nn.Linear(features, 10)),
+        shape,
+        clients=30,
+        samples=40,
+        test_samples=0,
+        head_epochs=3,
+        sigma=sigma,
+        words=words,
+        methods=THREE,
+    )

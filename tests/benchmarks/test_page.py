@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import page
 from benchmarks.breakdown import PARTS
+from benchmarks.workloads import NETWORKS
 
 
 def cell(workload: str, method: str, threads: int, cpu: float | None, wall: float | None) -> Any:
@@ -62,6 +63,14 @@ def test_rounds_are_compared_by_cpu_time_or_by_the_clock() -> None:
     assert lines[one + 5].startswith("| LSTM, batch 10 of 32 words | 2.00 |  |")
     assert lines[two + 4].startswith("| MLP 784-200-200-10, batch 50 | 1.50 |  |")
     assert len(lines) == two + 5
+
+
+def test_users_modules_have_their_later_rounds_and_their_first() -> None:
+    row = {"first": 0.5, "later": 1.25, "cpu_seconds": 0.01, "choice": "sequential"}
+    lines = page.users({"users": {"mlp, FedRep, 1.0": row}}).splitlines()
+    assert "| MLP 20-64-64-10, unequal |  | 1.25; **0.50** |  |" in lines
+    assert len(lines) == 2 + 2 * len(NETWORKS)
+    assert page.users({}) == ""
 
 
 def test_methods_without_a_loop_have_their_time() -> None:
