@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,8 +131,28 @@ def stands_apart(function: Callable[[Any], Tensor], batch: Any, unit: float) -> 
     order = torch.arange(count, device=rows.device).flip(0)
     parts = order.split([count // 3 + 1, count - count // 3 - 1]) if count > 1 else (order,)
     again = torch.cat([function(map_batch(batch, partial(_at, part))) for part in parts])
+    return _are_close(again, rows[order], unit)
+
+
+def begins_alike(function: Callable[[Any], Tensor], batch: Any, unit: float) -> bool:
+    """Whether a function's first rows are the same whatever number of samples follows.
+
+    Args:
+        function: Of a minibatch, ``(samples, ...)``.
+        batch: A minibatch.
+        unit: The unit of rounding of its numbers.
+    """
+    rows, count = function(batch), batch_length(batch)
+    for first in {1, count // 2, count - 1} - {0, count}:
+        few = map_batch(batch, itemgetter(slice(first)))
+        if not _are_close(function(few), rows[:first], unit):
+            return False
+    return True
+
+
+def _are_close(rows: Tensor, others: Tensor, unit: float) -> bool:
     bound = min(MOST, ROUNDINGS * max(unit, torch.finfo(rows.dtype).eps))
-    return torch.allclose(again, rows[order], rtol=bound, atol=bound * float(rows.abs().max()))
+    return torch.allclose(rows, others, rtol=bound, atol=bound * float(others.abs().max()))
 
 
 def _at(positions: Tensor, leaf: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ that was never stopped, whatever the settings were before.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
+from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified
-from lightning_pfl.engine.apart import SAMPLES, stands_apart, stirred, unit_of
+from lightning_pfl.engine.apart import SAMPLES, begins_alike, stands_apart, stirred, unit_of
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.program import ClientProgram
@@ -32,22 +34,16 @@ class Survey(NamedTuple):
 
     Attributes:
         draws: Whether it may make random calls.
-        apart: Whether a sample's loss depends on no other sample of its minibatch, nor what the
-            step writes.
+        pads: Whether minibatches of unequal sizes may be padded, and so run together: a sample's
+            loss depends on no other sample of its minibatch, nor what the step writes, nor what it
+            draws on how many follow it.
     """
 
     draws: bool
-    apart: bool
-
-    @property
-    def pads(self) -> bool:
-        """Whether minibatches of unequal sizes may be padded, and so run together."""
-        # A dropout mask is a function of the shape: a padded batch could get another one than the
-        # client alone where samples aren't the first axis.
-        return self.apart and not self.draws
+    pads: bool
 
 
-NOTHING_KNOWN = Survey(draws=True, apart=False)
+NOTHING_KNOWN = Survey(draws=True, pads=False)
 
 
 class Surveys:
@@ -107,26 +103,63 @@ class Surveys:
             name: stirred(leaf) if name in trained else leaf
             for name, leaf in self.parameter_split.model().items()
         }
-        counted: list[int] = []
+        modes: list[_Tried] = []
 
-        def losses(some: Any) -> Tensor:
-            found, calls = _losses(program, model, some)
-            counted.append(calls)
+        def losses(alike: bool, some: Any) -> Tensor:
+            rows = batch_length(some) if alike else None
+            found, mode = _losses(program, model, some, rows)
+            modes.append(mode)
             return found
 
         if couples_samples(program.module, True):
-            losses(batch)
-            return Survey(any(counted), apart=False)
-        apart = stands_apart(losses, batch, unit_of(program, model))
-        if any(counted):
-            return Survey(draws=True, apart=False)
-        return None if apart is None else Survey(draws=False, apart=apart)
+            losses(False, batch)
+            return Survey(any(mode.calls for mode in modes), pads=False)
+        unit = unit_of(program, model)
+        pads = stands_apart(partial(losses, True), batch, unit)
+        draws = any(mode.calls for mode in modes)
+        if pads and draws:
+            # Of other random numbers those that count may be rare.
+            pads = all(mode.calls == mode.dropped for mode in modes)
+            pads = pads and begins_alike(partial(losses, False), batch, unit)
+        if pads is None and not draws:
+            return None
+        return Survey(draws, bool(pads))
 
 
-def _losses(program: ClientProgram, model: Model, batch: Any) -> tuple[Tensor, int]:
-    """Compute the samples' losses in a training step, and count its random calls."""
+class _Tried(KeyedRandomness):
+    """Drops half of all elements, so that it shows which are dropped.
+
+    Where samples aren't the first axis of a mask, or of what was reshaped to it, the elements of a
+    sample lie elsewhere in a padded minibatch, and so would be others.
+
+    Args:
+        key: The key.
+        rows: Drop the same elements of each of so many samples; None for those of the key.
+
+    Attributes:
+        dropped: Number of random calls of dropout.
+    """
+
+    def __init__(self, key: Tensor, rows: int | None) -> None:
+        super().__init__(key)
+        self.rows, self.dropped = rows, 0
+
+    def at_least(self, p: float, shape: Any, dtype: torch.dtype) -> Tensor:
+        """Return whether the next call's uniform numbers are at least one half."""
+        self.dropped += 1
+        first, *rest = shape or (1,)
+        if not shape or self.rows is None or first % self.rows:
+            return super().at_least(0.5, shape, dtype)
+        kept = super().at_least(0.5, (1, first // self.rows, *rest), dtype)
+        return kept.expand(self.rows, *kept.shape[1:]).flatten(0, 1)
+
+
+def _losses(
+    program: ClientProgram, model: Model, batch: Any, rows: int | None
+) -> tuple[Tensor, _Tried]:
+    """Compute the samples' losses in a training step, and return what has drawn."""
     key = torch.zeros((), dtype=torch.int64, device=next(iter(model.values())).device)
     model = {name: leaf.clone() for name, leaf in model.items()}
-    with torch.no_grad(), KeyedRandomness(key) as mode:
+    with torch.no_grad(), _Tried(key, rows) as mode:
         losses = program.sample_losses(model, batch, None, None, training=True)
-    return losses, mode.calls
+    return losses, mode

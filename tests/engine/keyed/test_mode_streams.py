@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
@@ -68,6 +69,55 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_masks_are_those_of_the_sequential_engine_for_every_chunking(name: str) -> None:
     compare(NETWORKS[name], image_clients(), chunk_sizes=CHUNKS)
+
+
+class TimeFirst(nn.Module):
+    """Drops hardly ever, in rows of which those of a sample don't lie one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(1, 2).transpose(0, 1)
+        dropped = F.dropout(rows.flatten(0, 1), 1e-3, self.training)
+        return dropped.view(rows.shape).transpose(0, 1).flatten(1)
+
+
+class Shared(nn.Module):
+    """Scales all samples by what was drawn for all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) * F.dropout(torch.ones_like(x.flatten(1)), 0.01, self.training).mean(0)
+
+
+class Rare(nn.Module):
+    """Draws its own mask, of which hardly any element counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) * (torch.rand_like(x.flatten(1)) > 1e-3)
+
+
+MORE: dict[str, Callable[[], Any]] = {
+    "time first": over(TimeFirst),
+    "shared": over(Shared),
+    "rare": over(Rare),
+}
+PADDED = (
+    *("dropout without BatchNorm", "multi-head attention", "scaled dot product"),
+    "channel dropout",
+)
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, *MORE])
+def test_minibatches_are_padded_where_each_sample_keeps_its_masks(name: str) -> None:
+    """Padded elements lie behind those of the samples, of which each has its own."""
+    outcome = local_round(FedAvg(), (NETWORKS | MORE)[name](), image_clients())
+    assert isinstance(outcome.engine, VectorizedEngine)
+    (found,) = set(outcome.engine.surveys._found.values())
+    assert found.draws
+    assert found.pads == (name in PADDED)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_not_padded_agrees_with_the_sequential_engine(name: str) -> None:
+    compare(MORE[name], image_clients(), chunk_sizes=(None,))
 
 
 @pytest.mark.parametrize("norm", [True, False])
