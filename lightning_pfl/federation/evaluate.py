@@ -31,11 +31,11 @@ from lightning_pfl.metrics.summary import summarize
 
 GLOBAL = "global/"
 """Prefix of the global model's values."""
-MEMORY, FEWEST, ON_GPU = 2**23, 8, 8
+MEMORY, FEWEST, ON_GPU = 2**24, 8, 8
 """Largest size in bytes of personal models that are built at once, and how many times as large it
 is elsewhere than on a CPU, where memory of this size is used again and fresh pages take longer than
 copies. Each evaluation reads code and settings of the module again, so that at least 8 models are
-built at once if they fit into 8 times this memory."""
+built at once if they fit into 4 times this memory."""
 
 
 # --- the models that are evaluated ----------------------------------------------------------------
@@ -242,7 +242,7 @@ def models_at_a_time(architecture: Architecture) -> int:
     if architecture.method.evaluation_phases():
         held = total_nbytes(dict(architecture.module.named_parameters()))
     memory = MEMORY * (1 if next(architecture.module.parameters()).device.type == "cpu" else ON_GPU)
-    fit, more = (size // max(held, 1) for size in (memory, FEWEST * memory))
+    fit, more = (size // max(held, 1) for size in (memory, 4 * memory))
     return int(max(1, fit, min(FEWEST, more)))
 
 

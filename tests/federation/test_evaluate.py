@@ -53,10 +53,10 @@ def test_values_that_only_some_log_are_nan_for_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("size", "models"),
-    [(2**10, 2**13), (2**20, 8), (6 * 2**20, 8), (2**24, 4), (2**26, 1), (2**30, 1)],
+    [(2**10, 2**14), (2**20, 16), (6 * 2**20, 8), (2**24, 4), (2**26, 1), (2**30, 1)],
 )
 def test_models_that_are_built_at_once(size: int, models: int) -> None:
-    """8 MB of small ones; of larger ones 8, or what 64 MB hold; one of any size."""
+    """16 MB of small ones; of larger ones 8, or what 64 MB hold; one of any size."""
     architecture: Any = SimpleNamespace(
         client_states=SimpleNamespace(row_nbytes=lambda _: size),
         not_evaluated=(),
