@@ -100,7 +100,8 @@ def _at_least(start: Tensor, shape: tuple[int, ...], p: float, double: bool) -> 
     if double:
         bits = mix(_elements(start, shape)) ^ _LEAST
     else:  # the last shift of `mix` leaves the first bits as they are
-        half = torch.tensor(_LEAST, device=start.device)
+        # Not `torch.tensor`, which copies from the host.
+        half = torch.full((), _LEAST, device=start.device)
         bits = torch.add(half, _multiply_once(_elements(start, shape)), alpha=_MULTIPLY_2)
     return bits >= least + _LEAST
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import methods
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
+from lightning_pfl.core.draws import Draws
 from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine import registers, trace
 from lightning_pfl.inspect import (
@@ -166,6 +167,19 @@ def test_what_the_host_waits_for_is_counted(device: PretendedDevice) -> None:
     assert device.waits == {"aten::_local_scalar_dense": 1}
     assert there.cpu().tolist() == [1.0, 1.0, 1.0]
     assert device.waits["aten::_to_copy"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_of_dropout_copy_no_number_from_the_host(
+    dtype: torch.dtype, device: PretendedDevice
+) -> None:
+    """What is captured as a graph mustn't."""
+    draws = Draws(torch.full((), 5, device=NAME))
+    before = Counter(device.launches)
+    assert isinstance(draws.at_least(0.3, (4, 5), dtype), OnDevice)
+    launched = device.launches - before
+    assert launched["aten::add.Tensor"] > 0
+    assert not [name for name in launched if "copy" in name]
 
 
 @engines
