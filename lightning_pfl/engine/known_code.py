@@ -178,7 +178,9 @@ class _Reader:
         self.module = module
         self.read: Read = {}
         parts = dict(module.named_modules())
-        found = [n for n, part in parts.items() if isinstance(part, (Metric, MetricCollection))]
+        # By all of their names.
+        every = dict(module.named_modules(remove_duplicate=False))
+        found = [n for n, part in every.items() if isinstance(part, (Metric, MetricCollection))]
         plain = [
             part
             for name, part in parts.items()
@@ -188,7 +190,7 @@ class _Reader:
         called = {
             name
             for name in (found if metrics else ())
-            if _is_callable(parts[name], parts[name.rpartition(".")[0]])
+            if _is_callable(every[name], every[name.rpartition(".")[0]])
         }
         self._hidden = {part for name in found if name not in called for part in name.split(".")}
         self._metrics = {name.rpartition(".")[2] for name in called}

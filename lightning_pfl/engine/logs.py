@@ -30,13 +30,24 @@ _JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class TorchmetricsValue:
     """The value of a torchmetrics object for a minibatch, which is computed after the step.
 
+    Until then it may be logged, and asked for its class, a tensor's; whatever reads it raises
+    TypeError.
+
     Args:
         call: Number of the object's call in the step.
         key: Which value of a collection; empty for an object alone.
     """
 
+    __class__: Any = Tensor
+
     def __init__(self, call: int, key: str = "") -> None:
         self.call, self.key = call, key
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("it reads the value of a torchmetrics object")
+
+    # All other operators are missing.
+    __bool__ = __eq__ = __ne__ = __hash__ = __repr__ = __str__ = __format__ = _refuse
 
     def of(self, result: Any) -> Any:
         """Select the value in the result of the call."""
@@ -416,9 +427,13 @@ def sorted_out(
 
 def plain_values(logged: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that a step logs, ``(1,)`` each."""
-    return {
-        name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)
-    }
+    return {name: value.detach().view(1) for name, value in tensors_in(logged).items()}
+
+
+def tensors_in(logged: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a step logs."""
+    found = {name: value for name, value in logged.items() if isinstance(value, Tensor)}
+    return {name: one for name, one in found.items() if not isinstance(one, TorchmetricsValue)}
 
 
 def computed_metrics(metrics: dict[str, Metric]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.logs import TorchmetricsValue, one_number
+from lightning_pfl.engine.logs import TorchmetricsValue, one_number, tensors_in
 from lightning_pfl.engine.program import NotVectorizableError
 
 MARK = "metric*"
@@ -113,7 +113,7 @@ class NotedMetrics:
 
         def note(*args: Any, **kwargs: Any) -> Any:
             given = {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
-            if not all(isinstance(value, Tensor) for value in given.values()):
+            if len(tensors_in(given)) < len(given):
                 raise NotVectorizableError(f"`{path}` gets other arguments than tensors")
             number = len(self._calls)
             self._calls.append((path, tuple(given)))

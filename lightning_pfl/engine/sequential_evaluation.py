@@ -22,7 +22,7 @@ from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
+from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values, tensors_in
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
 from lightning_pfl.engine.program import ClientProgram
@@ -224,7 +224,7 @@ class SequentialEvaluation:
 
     def _numbers(self, logged: dict[str, Any]) -> Tensor | None:
         """Return the tensors that a step logs as one of its own; None for none."""
-        values = [value for value in logged.values() if isinstance(value, Tensor)]
+        values = list(tensors_in(logged).values())
         if not values:
             return None
         device = self.settings.device

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as distributed
 import torch.nn.functional as F
 from torch import Tensor, load, nn, tanh
+from torchmetrics import MeanMetric
 
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
+from lightning_pfl.engine.known_code import UnknownCodeError, calls_metrics, read_by_step
 from lightning_pfl.models.base import PersonalizedModule
 
 SCALE, TABLE = 2.0, [2.0]
@@ -344,6 +345,25 @@ def test_functions_that_layers_of_torch_call_and_are_replaced(
     monkeypatch.setattr(F, "linear", functools.wraps(F.gelu)(lambda x, w, b: own(x, w, b)))
     with pytest.raises(UnknownCodeError, match="closure"):
         read_by_step(module(Sum()))
+
+
+class TwoNames(nn.Module):
+    """Calls a torchmetrics object by the second of its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MeanMetric()
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.update(x.mean())
+        return x
+
+
+def test_torchmetrics_objects_are_known_by_each_name() -> None:
+    with pytest.raises(UnknownCodeError, match="second"):
+        read_by_step(TwoNames(), "forward")
+    assert calls_metrics(read_by_step(TwoNames(), "forward", metrics=True))
 
 
 def test_activations_that_layers_of_torch_hold() -> None:

@@ -123,7 +123,23 @@ class ChangesLater(Measured):
         self.log("acc", self.acc)
 
 
-NOTED = [Measured, Updated, LogsValues, Several, Twice, ChangesLater]
+class AsksForTheClass(Measured):
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        value = self.acc(scores, classes)
+        self.log("acc", value if isinstance(value, Tensor) else 2.0)
+
+
+class HasTwoNames(Measured):
+    def build(self) -> None:
+        super().build()
+        self.other = self.acc
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.other(scores, classes)
+        self.log("acc", self.other)
+
+
+NOTED = [Measured, Updated, LogsValues, Several, Twice, ChangesLater, AsksForTheClass, HasTwoNames]
 
 
 class States(Callback):
@@ -268,6 +284,25 @@ class ReadsValues(Measured):
         self.log("error", 1 - self.acc(scores, classes))
 
 
+class Branches(Measured):
+    """All of its predictions are wrong."""
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log("wrong", 2.0 if self.acc((classes + 1) % CLASSES, classes) else 1.0)
+
+
+class Compares(Measured):
+    """All of its predictions are right."""
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log("right", 1.0 if self.acc(classes, classes) == 1 else 2.0)
+
+
+class Formats(Measured):
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log("right", 1.0 if len(f"{self.acc(classes, classes)}") < 20 else 2.0)
+
+
 class Composes(Measured):
     def measure(self, scores: Tensor, classes: Tensor) -> None:
         self.acc(scores, classes)
@@ -340,6 +375,7 @@ class HasItsOwn(Measured):
 
 OTHER = [Computes, ComputesByAName, ReadsCounts, ComparesCounts, ReadsValues, Composes]
 OTHER += [GivesNumbers, Collects, InADict, HasWindow, HasItsOwn]
+OTHER += [Branches, Compares, Formats]
 
 
 @pytest.mark.parametrize("make", OTHER)
@@ -354,6 +390,13 @@ def test_many_at_once_have_copies_that_no_recording_knows() -> None:
     (recorded, _), (plain, _) = (run(Measured, limit, together=True) for limit in (99, 0))
     assert replays(recorded) == 0
     assert_same(recorded, plain)
+
+
+@pytest.mark.parametrize("make", [Branches, Compares, Formats])
+def test_many_at_once_read_no_value_before_it_is_known(make: type[Measured]) -> None:
+    found, _ = run(make, 99, together=True)
+    expected = "wrong" if make is Branches else "right"
+    assert found.metrics[expected] == 1.0
 
 
 def test_objects_in_steps_of_another_precision_are_called_there() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
-from lightning_pfl.engine.logs import one_number
+from lightning_pfl.engine.logs import one_number, tensors_in
 from lightning_pfl.engine.noted_metrics import MARK, Calls, NotedMetrics, make_calls
 from lightning_pfl.engine.program import NotVectorizableError
 
@@ -59,7 +59,7 @@ class ClientMetrics(NotedMetrics):
 
     def take(self, logged: dict[str, Any]) -> dict[str, Tensor]:
         """Return a step's logged tensors, and among them the arguments of its calls."""
-        found = {name: value for name, value in logged.items() if isinstance(value, Tensor)}
+        found = tensors_in(logged)
         self._step = self.taken(logged) or Calls()
         self._logged |= {name: (path, inner) for name, path, inner in self._step.objects}
         kept = {path for path, _ in self._logged.values()}
