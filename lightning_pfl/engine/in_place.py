@@ -267,6 +267,9 @@ class _Program:
             return False
         operator = call.operator
         variant, argument = out_variant(operator)
+        if not like.ndim and any(one.name == "reduction" for one in operator._schema.arguments):
+            # Losses write one entry for each sample there before they reduce them.
+            variant = None
         target = self._free_target(name, number, call)
         if variant is not None and target is not None:
             self._place(name, target)

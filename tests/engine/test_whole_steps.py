@@ -464,6 +464,30 @@ def test_a_program_uses_its_memory_again() -> None:
     assert buffers.count() == 2
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.huber_loss,
+        nn.functional.soft_margin_loss,
+        nn.functional.binary_cross_entropy,
+    ],
+)
+def test_losses_that_are_read_again(
+    loss: Callable[..., Tensor], reduction: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's variants that write to a given scalar make it larger, or keep one sample's loss."""
+    x, y = torch.rand(5), torch.rand(5)
+    with (recorder := Recorder([x, y])):
+        expected = loss(x, y, reduction=reduction) * 2
+    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    for _ in range(2):
+        assert torch.equal(replay(x, y)[0], expected)
+    assert "resized" not in capfd.readouterr().err
+
+
 def test_large_tensors_that_do_not_fit_are_new_in_each_replay() -> None:
     def function(x: Tensor) -> Tensor:
         made = torch.empty_like(x).copy_(x @ x)
