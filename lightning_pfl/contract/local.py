@@ -91,8 +91,8 @@ def recordable(*settings: str) -> Callable[[StepFunction], StepFunction]:
 
     Such a step computes its result from its arguments and some settings of the method, by operators
     of torch: it doesn't decide by numbers in tensors, writes to no attribute, and draws nothing but
-    by ``client.noise``, with which it isn't recorded. Engines compare replays with the step in
-    every round.
+    by ``client.noise``. With that, or with ``client.lr``, it isn't recorded. Engines compare
+    replays with the step in every round.
 
     Args:
         settings: The attributes of the method that it reads, besides ``parameter_split``.

@@ -95,13 +95,50 @@ def _factor(group: Mapping[str, Any]) -> float:
     return float(group["lr"]) / initial if initial else 1.0
 
 
-def options_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Return all that steps of an optimizer depend on, besides parameters and states."""
-    found: list[Any] = [type(optimizer)]
-    for group in optimizer.param_groups:
-        options = ((key, of_object(value)) for key, value in group.items() if key != "params")
-        found.append((*options, *map(id, group["params"])))
+def options_of(
+    optimizer: Optimizer, lr: float | None, rates: Mapping[str, Tensor]
+) -> tuple[Any, ...]:
+    """Return all that steps of an optimizer depend on, besides parameters, states and rates.
+
+    Args:
+        optimizer: The optimizer that ``configure_optimizers`` returned.
+        lr: Learning rate for all groups; None keeps the optimizer's.
+        rates: Learning rates that steps read out of tensors; those of other groups count.
+    """
+    found: list[Any] = [type(optimizer), lr if len(rates) < len(optimizer.param_groups) else None]
+    # Groups with one rate may be stepped as one.
+    distinct = list(dict.fromkeys(group["lr"] for group in optimizer.param_groups))
+    for number, group in enumerate(optimizer.param_groups):
+        read = ("params", "lr") if str(number) in rates else ("params",)
+        options = ((key, of_object(value)) for key, value in group.items() if key not in read)
+        same = distinct.index(group["lr"]) if lr is None else 0
+        found.append((same, *options, *map(id, group["params"])))
     return tuple(found)
+
+
+def rates_of(optimizer: Optimizer, lr: float | None) -> dict[str, Tensor]:
+    """Return learning rates as tensors, by the number of their group, where steps may read them so.
+
+    Fused kernels on a CPU do, with the bits of a number: a schedule then leaves recordings as they
+    are.
+    """
+    return {
+        str(number): torch.tensor(group["lr"] if lr is None else lr, dtype=torch.float64)
+        for number, group in enumerate(optimizer.param_groups)
+        if _fuses(optimizer, group)
+        and isinstance(group["lr"], (int, float))
+        and all(p.device.type == "cpu" for p in group["params"])
+    }
+
+
+def _fuses(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether a fused kernel steps a group, as it does unless the user chose; None without one."""
+    elsewhere = any(p.device.type != "cpu" for p in group["params"])
+    if type(optimizer) not in (FUSED_ON_GPU if elsewhere else FUSED):
+        return None
+    if group["fused"] or group["foreach"]:
+        return bool(group["fused"])
+    return group["fused"] is None and not group["differentiable"]
 
 
 class ClientOptimizer:
@@ -148,14 +185,15 @@ class ClientOptimizer:
         self._optimizer.__dict__.pop("step", None)
         self._optimizer.param_groups = []
         merges = why_not_elementwise(template) is None and schedule is None
-        for group in template.param_groups:
+        # By group the number of the template's whose rate it has.
+        self._rated: list[int] = []
+        for number, group in enumerate(template.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             if lr is not None:
                 options["lr"] = lr
             elsewhere = any(p.device.type != "cpu" for p in group["params"])
-            fuses = type(template) in (FUSED_ON_GPU if elsewhere else FUSED)
-            if fuses and not (options["fused"] or options["foreach"]):
-                options["fused"] = options["fused"] is None and not options["differentiable"]
+            if (fuses := _fuses(template, group)) is not None:
+                options["fused"] = fuses
             waits = elsewhere and type(template) in WAITING
             if (capturable or waits) and "capturable" in options:
                 options["capturable"] = not options["differentiable"]
@@ -169,6 +207,7 @@ class ClientOptimizer:
             else:
                 self._optimizer.param_groups.append(options)
                 self._groups.append(members)
+                self._rated.append(number)
             for p in group["params"]:
                 if template.state.get(p):  # Adagrad creates its state at construction
                     self._initial[names[id(p)]] = {
@@ -225,8 +264,15 @@ class ClientOptimizer:
             for row in range(self.clients)
         ]
 
-    def place(self, states: SlotStates) -> None:
-        """Take these states for the clients' own, without a copy."""
+    def place(self, states: SlotStates, rates: Mapping[str, Tensor]) -> None:
+        """Take these states for the clients' own, without a copy.
+
+        Args:
+            states: The states.
+            rates: Learning rates that stay where they are, as of :func:`rates_of`.
+        """
+        for group, number in zip(self._optimizer.param_groups, self._rated, strict=True):
+            group["lr"] = rates.get(str(number), group["lr"])
         self._state = defaultdict(dict)
         for slot, names in states.items():
             self._state[slot] = {name: dict(entries) for name, entries in names.items()}
@@ -486,6 +532,8 @@ __all__: Sequence[str] = [
     "clip",
     "counters",
     "learning_rates",
+    "options_of",
+    "rates_of",
     "scheduled",
     "why_not_elementwise",
 ]

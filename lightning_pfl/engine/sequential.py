@@ -43,6 +43,7 @@ from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_ba
 from lightning_pfl.engine.optimizer import (
     Recordings,
     options_of,
+    rates_of,
     why_not_elementwise,
 )
 from lightning_pfl.engine.program import ClientProgram
@@ -255,14 +256,14 @@ class SequentialEngine:
         plain = work.schedule is None and not work.method.measures_travel
         if not (known and plain and self.records(work)):
             return None
-        settings = recorded_settings(work.method)
+        settings, lr = recorded_settings(work.method), active.phase.lr
         return self.whole.context(
             (
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
-                (active.trainable, active.phase.name, active.phase.lr, active.phase.data),
+                (active.trainable, active.phase.name, active.phase.data),
                 (Same(local_step.program), local_step.keyed, self.settings_in(number)),
-                options_of(work.optimizer),
+                options_of(work.optimizer, lr, rates_of(work.optimizer, lr)),
             )
         )
 

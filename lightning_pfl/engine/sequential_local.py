@@ -37,6 +37,7 @@ from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
     Recordings,
     clip,
+    rates_of,
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
@@ -172,20 +173,21 @@ class SequentialLocalStep:
         """
         whole, draws = self.whole, self.active.phase.batches_per_step
         kept = {} if self._optimizer is None else self._optimizer.placed()
-        whole.load(context, {"state": state, "optimizer": kept})
+        rates = rates_of(self.template, self.active.phase.lr)
+        whole.load(context, {"state": state, "optimizer": kept, "rates": rates})
 
         def take(
             numbers: list[int], seeds: list[int], tree: Tree, given: tuple[list[Any], list[Tensor]]
         ) -> tuple[Tree, Any]:
             minibatches, keys = given
-            self.optimizer.place(tree["optimizer"])
+            self.optimizer.place(tree["optimizer"], tree["rates"])
             self._whole_keys = dict(zip(numbers, zip(seeds, keys, strict=True), strict=False))
             self._logged = self.active.phase.data == "public"
             logs, self.logs = self.logs, ListedLogs(self.program.log)
             try:
                 batch = split_draws(list(zip(numbers, minibatches, strict=True)), draws)
                 new = take_step(method, tree["state"], batch, self)
-                return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
+                return tree | {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
             finally:
                 self.logs = logs
                 self._whole_keys = {}
@@ -203,7 +205,7 @@ class SequentialLocalStep:
                     self._log(values, {}, size)
         tree = whole.unload()
         if self._optimizer is not None:
-            self._optimizer.place(tree["optimizer"])
+            self._optimizer.place(tree["optimizer"], tree["rates"])
         new: Tree = tree["state"]
         return new
 

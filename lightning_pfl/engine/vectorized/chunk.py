@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import LocalWork, begin, end, require_same_entries
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
-from lightning_pfl.engine.optimizer import ClientOptimizer, options_of
+from lightning_pfl.engine.optimizer import ClientOptimizer, options_of, rates_of
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws
 from lightning_pfl.engine.trace import Same, of_object
@@ -167,11 +167,17 @@ class Chunk:
                 type(self.method),
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
                 (active.trainable, active.buffers, active.throwaway),
-                (phase.name, phase.lr, phase.data, phase.evaluate_only, phase.batches_per_step),
+                (phase.name, phase.data, phase.evaluate_only, phase.batches_per_step),
                 (Same(program), self.settings),
-                options_of(work.optimizer),
+                options_of(work.optimizer, phase.lr, self._rates(active)),
             )
         )
+
+    def _rates(self, active: ActivePhase) -> dict[str, Tensor]:
+        """Return learning rates that steps read; a graph would keep what it was captured with."""
+        if self.engine.graphs is not None:
+            return {}
+        return rates_of(self.work.optimizer, active.phase.lr)
 
     def _whole_phase(
         self,
@@ -187,14 +193,15 @@ class Chunk:
         """
         graphs, optimizer = self.engine.graphs, local_step.optimizer
         repeated = self.engine.whole if graphs is None else graphs
-        repeated.load(context, {"state": state, "optimizer": optimizer.placed()})
+        kept, rates = optimizer.placed(), self._rates(active)
+        repeated.load(context, {"state": state, "optimizer": kept, "rates": rates})
         ends: list[tuple[Tensor, Tree]] = []
 
         def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
             kept = repeated.recording
             pairs = zip(tick.minibatches, tensors, strict=True)
             minibatches = [one.on(given, self.device, not kept) for one, given in pairs]
-            optimizer.place(tree["optimizer"])
+            optimizer.place(tree["optimizer"], tree["rates"])
             self.engine.prefix.moved(tree["state"])
             if alone:
                 optimizer.new_tick()
@@ -203,7 +210,7 @@ class Chunk:
             local_step.numbered = not kept
             new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
             local_step.logs = self.logs
-            return {"state": new, "optimizer": optimizer.placed()}, listed.listed
+            return tree | {"state": new, "optimizer": optimizer.placed()}, listed.listed
 
         for step in range(int(batches.steps.max())):
             ticks = list(batches.at(step, along=True))
@@ -227,7 +234,7 @@ class Chunk:
                     counted = sizes if tick.counted is None else tick.counted
                     self.logs.add(values, counted, tick.rows, self.program.log.reductions)
         tree = repeated.unload()
-        optimizer.place(tree["optimizer"])
+        optimizer.place(tree["optimizer"], tree["rates"])
         new: Tree = tree["state"]
         for done, left in ends:
             new = tmap(partial(_put_back, done=done), new, left)
