@@ -206,9 +206,8 @@ class PersonalizedModule(L.LightningModule):
     def _step(self, stage: str, batch: Any) -> Tensor:
         values = self.per_sample(batch)
         means = {name: value.mean() for name, value in values.items()}
-        if stage != "train":  # the largest of NaN logits is a class, which may be the right one
-            loss = means["loss"].detach()
-            means = {name: mean.where(~loss.isnan(), loss) for name, mean in means.items()}
+        if stage != "train":
+            means = nan_with_the_loss(means, means["loss"].detach())
         for name, mean in means.items():
             key = f"{stage}_{name}"
             self.log(
@@ -230,6 +229,14 @@ class PersonalizedModule(L.LightningModule):
                 f"num_classes={self.num_classes} and outputs of shape {tuple(output.shape)}. "
                 "Give the head `num_classes` outputs."
             )
+
+
+def nan_with_the_loss(means: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    """Let means over samples be NaN where that of the loss is.
+
+    The largest of NaN logits is a class, which may be the right one.
+    """
+    return {name: mean.where(~loss.isnan(), loss) for name, mean in means.items()}
 
 
 def split_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

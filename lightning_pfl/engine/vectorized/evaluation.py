@@ -30,7 +30,7 @@ from lightning_pfl.engine.vectorized.loaders import LoaderBatches
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.ordered import OrderedBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
-from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule, nan_with_the_loss
 
 SAMPLES, MOST = 768, 3072
 """Samples per program on a CPU, of greyscale images of 28 x 28 numbers and at most: enough for two
@@ -223,18 +223,17 @@ class VectorizedEvaluation:
         return self._step(part, minibatch, step, metrics)
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
-        values = self._vmap(models, minibatch.data, self.program.per_sample)
+        values, mask = self._vmap(models, minibatch.data, self.program.per_sample), minibatch.mask
         for name in values:  # as in the step
             key = f"{stage}_{name}"
             self.program.log.options.setdefault(key, LogOptions(key in self.module.shown))
-        if minibatch.mask is None:
-            return {f"{stage}_{name}": value.mean(1) for name, value in values.items()}
-        mask = minibatch.mask
-        # where, not a product: a padded sample may be NaN or Inf.
-        return {
-            f"{stage}_{name}": value.where(mask > 0, 0).sum(1) / mask.sum(1)
+        means = {
+            # where, not a product: a padded sample may be NaN or Inf.
+            name: value.mean(1) if mask is None else value.where(mask > 0, 0).sum(1) / mask.sum(1)
             for name, value in values.items()
         }
+        means = nan_with_the_loss(means, means["loss"])
+        return {f"{stage}_{name}": mean for name, mean in means.items()}
 
     def _step(
         self, models: Model, minibatch: Minibatch, step: str, metrics: ClientMetrics

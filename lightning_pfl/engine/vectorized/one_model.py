@@ -29,6 +29,7 @@ from lightning_pfl.engine.vectorized.evaluation import (
     STAGES,
     evaluates_per_sample,
 )
+from lightning_pfl.models.base import nan_with_the_loss
 
 ON_GPU = 48
 """How many times as many samples a GPU gets."""
@@ -101,12 +102,13 @@ class OneModelEvaluation:
             raise NotVectorizableError("the step draws random numbers")
         if on_clients is not None and done < len(clients):  # the last of them without samples
             on_clients([*range(done, len(clients))])
-        named = {f"{stage}_{name}": name for name in (found[0] if found else ())}
-        values = {
-            key: _means(torch.cat([one[name] for one in found]), counts)
-            for key, name in named.items()
+        means = {
+            name: _means(torch.cat([one[name] for one in found]), counts)
+            for name in (found[0] if found else ())
         }
-        options = {key: LogOptions(key in self.module.shown) for key in named}
+        means = nan_with_the_loss(means, means["loss"]) if means else {}
+        values = {f"{stage}_{name}": mean for name, mean in means.items()}
+        options = {key: LogOptions(key in self.module.shown) for key in values}
         return Evaluation(values, counts, options)
 
     def _program(self, step: str) -> ClientProgram:

@@ -85,6 +85,21 @@ class TestEvaluation:
         )
         assert found.counts.tolist() == list(SIZES)
 
+    @pytest.mark.parametrize("own", [True, False])
+    @pytest.mark.parametrize("batch_size", [4, 100])
+    def test_accuracy_of_predictions_that_are_nan_is_nan(
+        self, engine: str, own: bool, batch_size: int
+    ) -> None:
+        """The largest of NaN is in the first place, which is the class of all samples here."""
+        data = image_clients(batch_size=batch_size)
+        data.fields[0][data.indices[3][0]] = torch.nan
+        data.fields[1].zero_()
+        module = cnn(num_classes=CLASSES)
+        models = personal_models(module) if own else expand(ParameterSplit(module).model(), 5)
+        values = evaluate(engine, module, models, data).values
+        for name in ("val_loss", "val_acc"):
+            assert values[name].isnan().tolist() == [False, True, False, True, False]
+
     @pytest.mark.parametrize("limit", [1, 2, 0.5])
     def test_limits_count_the_users_batches(self, engine: str, limit: float) -> None:
         module = cnn().eval()
