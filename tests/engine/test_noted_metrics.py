@@ -21,8 +21,9 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from lightning_pfl.engine import trace
 from lightning_pfl.methods import Ditto, FedAvg, FedMAP, FedRep, PFedMe
 from lightning_pfl.methods.base import Method
+from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close
-from tests.engine.nets import CLASSES
+from tests.engine.nets import CLASSES, image_clients
 from tests.engine.test_known_code_evaluations import assert_same as assert_same_values
 from tests.engine.test_known_code_evaluations import evaluate
 from tests.engine.test_known_code_steps import assert_same, models, replays, train
@@ -309,6 +310,15 @@ class Composes(Measured):
         self.log("double", self.acc + self.acc)
 
 
+class Copies(Measured):
+    """A copy is told what the object isn't."""
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.acc.clone().update(scores.flip(1), classes)
+        self.acc.update(scores, classes)
+        self.log("acc", self.acc)
+
+
 class GivesNumbers(Measured):
     def build(self) -> None:
         self.acc = MeanMetric()
@@ -374,7 +384,7 @@ class HasItsOwn(Measured):
 
 
 OTHER = [Computes, ComputesByAName, ReadsCounts, ComparesCounts, ReadsValues, Composes]
-OTHER += [GivesNumbers, Collects, InADict, HasWindow, HasItsOwn]
+OTHER += [Copies, GivesNumbers, Collects, InADict, HasWindow, HasItsOwn]
 OTHER += [Branches, Compares, Formats]
 
 
@@ -433,6 +443,18 @@ def test_a_client_that_is_trained_once_more_is_counted_once() -> None:
     assert_trees_close(models(recorded), models(plain))
     assert recorded.metrics == pytest.approx(plain.metrics, rel=1e-9)
     assert [found["acc#"] for found in states.found] == [one["acc#"] for one in expected.found]
+
+
+def test_a_resumed_run_measures_the_same(tmp_path: Any) -> None:
+    def run(rounds: int, path: Any = None) -> Fit:
+        data = image_clients(SIZES)
+        return fit(FedAvg(), data, Several(), rounds, "sequential", ckpt_path=path)
+
+    whole = run(4)
+    resumed = run(4, run(2).save(tmp_path / "last.ckpt"))
+    assert replays(resumed) > 5
+    assert resumed.metrics == whole.metrics
+    assert {"f1", "auroc", "seen"} <= whole.metrics.keys()
 
 
 # --- evaluations ----------------------------------------------------------------------------------
