@@ -7,7 +7,7 @@ steps in time, as a recurrent layer does without ``batch_first``, so that it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -27,9 +27,9 @@ from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.safety.snapshot import hooks_of
 from lightning_pfl.engine.trace import fingerprint
 
-SAMPLES, TRIES, KEPT = 5, 8, 8
+SAMPLES, TRIES, KEPT, CLIENTS = 5, 8, 8, 8
 """Samples that are tried together, how often others are where their numbers aren't finite, and the
-largest number of settings of which findings are kept."""
+largest numbers of settings of which findings are kept, and of clients whose samples are tried."""
 ROUNDINGS, MOST = 8400, 0.02
 """A sample's numbers among others are the same up to so many roundings, but at most to so much."""
 PERIOD = 4099
@@ -44,6 +44,22 @@ APART = frozenset(
 )
 """Modules of ``torch.nn`` whose layers leave samples apart, save for ``dim``, ``batch_first``."""
 OURS = "lightning_pfl.models."
+
+
+def samples_to_try(data: FederatedTensorDataset, most: int) -> Iterator[Tensor]:
+    """Iterate over positions of samples of one client after another, of those with the most.
+
+    Whichever clients train, they are the same.
+
+    Args:
+        data: The dataset.
+        most: Largest number of samples of a client.
+    """
+    # Another process may have the samples of some clients.
+    here = data.sizes_here()
+    order = torch.argsort(here, descending=True, stable=True)
+    for client in order[: min(CLIENTS, int((here > 0).sum()))].tolist():
+        yield data.indices[client][:most]
 
 
 def evaluates_apart(

@@ -61,6 +61,7 @@ class Share:
         cached: Whether the frozen backbone's features are cached when clients run together, so that
             hardly any operations are left after the first pass over the data.
         passes: Passes over the data, where features are cached.
+        cached_alone: Whether they also are where one client runs after another.
         served: Clients of unequal sizes that one program serves on average; None for equal ones,
             and where minibatches are padded.
     """
@@ -69,6 +70,7 @@ class Share:
     cached: bool = False
     passes: int = 1
     served: float | None = None
+    cached_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,11 @@ def batching_pays(
     alone = together = 0.0
     for share, part in zip(shares, parts, strict=True):
         work = full * part
-        alone += share.gradients * (call + part * convolutions * CONVOLUTION + rate * work)
         # The first pass computes the features.
         batched = share.gradients / share.passes if share.cached else share.gradients
+        computed = batched if share.cached_alone else share.gradients
+        alone += computed * (part * convolutions * CONVOLUTION + rate * work)
+        alone += share.gradients * call
         calls = CALL_TOGETHER
         if share.served is not None:
             program = PROGRAM + part * convolutions * PROGRAM_CONVOLUTION

@@ -29,6 +29,15 @@ from lightning_pfl.engine.steps import (
 )
 
 
+class Featured(tuple[Any, Tensor]):
+    """Samples of a minibatch, and their features by the backbone of the client's model."""
+
+
+def samples_of(minibatch: Any) -> Any:
+    """Return the samples of a minibatch, with or without features."""
+    return minibatch[0] if isinstance(minibatch, Featured) else minibatch
+
+
 class ClientMinibatches:
     """An iterator over the steps of a phase: each a list of (number, minibatch).
 
@@ -74,6 +83,11 @@ class ClientMinibatches:
         self.bounds = step_bounds(self.per_epoch, mine, self.limits.accumulate)
         self.size = step_size(budget, self.limits)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+        self._features: Tensor | None = None
+
+    def cache(self, features: Tensor) -> None:
+        """Let minibatches have features, ``(samples, ...)`` in the client's order."""
+        self._features = features
 
     def _cut(self, data: FederatedTensorDataset, minibatches: int, join: bool) -> list[int]:
         """Return the samples of each minibatch of an epoch, of which several may be one."""
@@ -106,8 +120,14 @@ class ClientMinibatches:
                 if shuffle
                 else torch.arange(self.samples)
             )
-            mine = self.data.indices[self.client][order.to(self.data.device)]
-            yield from map(self.data.gather, mine[:used].split(self._cuts))
+            at = order.to(self.data.device)[:used]
+            mine = self.data.indices[self.client][at].split(self._cuts)
+            batches = map(self.data.gather, mine)
+            if self._features is None:
+                yield from batches
+                continue
+            features = (self._features.index_select(0, some) for some in at.split(self._cuts))
+            yield from map(Featured, zip(batches, features, strict=True))
 
     def _drawn(self) -> Iterator[Any]:
         assert not isinstance(self.data, FederatedTensorDataset)

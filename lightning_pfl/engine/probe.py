@@ -252,7 +252,7 @@ class Probe:
         operations = counter.get_total_flops() / gradients
         replayed = alone.replays(work)
         convolutions = counter.convolutions / gradients
-        shares = self._shares(work, self.at_once("forward"))
+        shares = self._shares(work, self.at_once("forward"), alone.keeps_features)
         counted = operations, shares, replayed, convolutions, torch.get_num_threads()
         return Estimate(operations, batching_pays(*counted))
 
@@ -287,8 +287,14 @@ class Probe:
         pays = evaluating_pays(each, load, replayed, counter.convolutions, shared, copied)
         return Estimate(operations, pays)
 
-    def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:
-        """Count the gradients of each phase; a cohort's first client stands for all."""
+    def _shares(self, work: LocalWork, engine: VectorizedEngine, too: bool) -> list[Share]:
+        """Count the gradients of each phase; a cohort's first client stands for all.
+
+        Args:
+            work: What is to be run.
+            engine: The vectorized engine.
+            too: Whether one client after another may keep features, too.
+        """
         first, index = work.data.names[int(work.info.index[0])], work.info.index[:1]
         shares = []
         for phase in work.phases:
@@ -298,7 +304,8 @@ class Probe:
             cached = passes > 1 and engine.prefix.expects(active, work.data)
             with active.modes():
                 served = None if phase.full_batch else _clients_served(work, phase, engine)
-            shares.append(Share(gradients, cached, passes if cached else 1, served))
+            kept = cached, passes if cached else 1, served, cached and too
+            shares.append(Share(gradients, *kept))
         return shares
 
     def seconds(

@@ -1,8 +1,9 @@
 """The engine that runs one client and one minibatch after another, in plain torch.
 
-The method's functions run with one client on the client axis, without padding, grouping, caching
-or batching over clients. Steps that a method and a module allow are recorded and replayed, which
-``engine="reference"`` leaves out. Both and the vectorized engine must return the same numbers.
+The method's functions run with one client on the client axis, without padding, grouping or batching
+over clients. Steps that a method and a module allow are recorded and replayed, and features of a
+frozen backbone are kept, which ``engine="reference"`` leaves out. Both and the vectorized engine
+must return the same numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from lightning_pfl.engine.base import (
     end,
 )
 from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
@@ -94,6 +97,7 @@ class SequentialEngine:
         self.whole = WholeSteps(around=self._noted.alone)
         self.checks = Checks(module, metrics=makes_calls(settings))
         self._memory = KeptMemory()
+        self.prefix = PrefixCache(parameter_split, record and settings.feature_cache, alone=True)
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._settings: dict[int, tuple[Any, ...]] = {}
@@ -210,6 +214,16 @@ class SequentialEngine:
         return self.records(work) and (self.deterministic is not False or self.checks.known)
 
     @property
+    def keeps_features(self) -> bool:
+        """Whether features of a frozen backbone may be kept.
+
+        Only of known code: a layer's hook or a closure may do anything between two clients, and a
+        user's method may write to weights. Whether recordings have been stopped doesn't matter, as
+        a resumed run doesn't know of it.
+        """
+        return self.checks.known and self.settings.batch_hooks is None and self.loop is None
+
+    @property
     def records_now(self) -> bool:
         """Whether steps of training may be recorded, by what their code reads in this round."""
         return self.traces.enabled and self.checks.recordable
@@ -222,6 +236,7 @@ class SequentialEngine:
             self.traces,
             self.whole,
             self.optimizer_steps,
+            self.prefix,
             self.loop,
             work,
             keyed,
@@ -325,6 +340,18 @@ class SequentialEngine:
                     join=self._joins(work, number, phase),
                 )
                 local_step.program.throwaway = active.throwaway
+                if self.keeps_features and not phase.evaluate_only:
+                    found = self.prefix.features(
+                        minibatches.data,
+                        [client],
+                        minibatches.epochs_used,
+                        active,
+                        state,
+                        local_step.program,
+                        partial(self.settings_in, number),
+                    )
+                    if found is not None:
+                        minibatches.cache(found[0][0])
                 whole = self.whole_steps(work, number, active, local_step)
                 schedule = work.options(phase, len(minibatches.bounds))
                 local_step.begin(active, number, schedule)

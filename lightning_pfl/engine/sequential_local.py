@@ -31,7 +31,9 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
+from lightning_pfl.engine.minibatches import Featured, samples_of
 from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
 from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
@@ -55,6 +57,11 @@ KNOWN = 4
 """Models whose leaves are described once, as long as they stay: methods step two, or make new."""
 
 
+def _plain(batch: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Return a step's minibatches without features."""
+    return [(number, samples_of(minibatch)) for number, minibatch in batch]
+
+
 def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLocalStep) -> Tree:
     """Take a step of a method, and check what it returns."""
     new = method.client_step(state, batch, local_step)
@@ -72,6 +79,7 @@ class SequentialLocalStep:
         traces: Recordings of gradients and losses, for the phase that runs.
         whole: Recordings of whole steps.
         optimizer_steps: Recordings of optimizers' steps; None to record none.
+        prefix: The features that minibatches may have.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         work: The client's work.
         keyed: Whether random functions of a step get the client's keys.
@@ -92,6 +100,7 @@ class SequentialLocalStep:
         traces: Traces,
         whole: WholeSteps,
         optimizer_steps: Recordings | None,
+        prefix: PrefixCache,
         loop: ModuleLoop | None,
         work: LocalWork,
         keyed: bool,
@@ -102,6 +111,7 @@ class SequentialLocalStep:
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
         self.loop, self.template = loop, work.optimizer
         self.keyed, self.known, self.noted = keyed, known, noted
+        self.prefix = prefix
         self.drew: bool | None = None
         self.draws_elsewhere: bool | None = None
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
@@ -182,6 +192,7 @@ class SequentialLocalStep:
             minibatches, keys = given
             self.optimizer.place(tree["optimizer"], tree["rates"])
             self._whole_keys = dict(zip(numbers, zip(seeds, keys, strict=True), strict=False))
+            self.prefix.moved(tree["state"])
             self._logged = self.active.phase.data == "public"
             logs, self.logs = self.logs, ListedLogs(self.program.log)
             try:
@@ -412,7 +423,9 @@ class SequentialLocalStep:
         materialize(model, self.active.buffers)
         model = shielded(model, self.parameter_split.buffers)
         known = self._given(model, self.active.trainable + also)
-        widths = [batch_length(minibatch) for _, minibatch in batch]
+        if not self.prefix.fits(model):
+            batch = _plain(batch)
+        widths = [batch_length(samples_of(minibatch)) for _, minibatch in batch]
         total: Model = {}
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
@@ -467,6 +480,7 @@ class SequentialLocalStep:
         The values, with the loss, are ``(1,)``; there is no loss if the step skips the minibatch.
         """
         trained, fixed = model
+        features = minibatch[1] if isinstance(minibatch, Featured) else None
         leaves = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
         accumulate = self.settings.accumulate
         grads: Model = {}
@@ -481,7 +495,8 @@ class SequentialLocalStep:
 
         self.noted.begin()
         loss, logged = self.program.training_loss(
-            {**fixed, **leaves}, minibatch, key, self._number(number), None, None, backward, term
+            {**fixed, **leaves},
+            *(samples_of(minibatch), key, self._number(number), None, features, backward, term),
         )
         values, metrics = sorted_out(loss, logged)
         if self.noted.active:
@@ -506,7 +521,7 @@ class SequentialLocalStep:
         given = self._given(self._unwritten(model), ())
         device = self.settings.device
         sums, samples = [], 0
-        for number, minibatch in batch:
+        for number, minibatch in _plain(batch):
             step = partial(self._measured, number)
             with torch.no_grad(), self._metrics_kept(), self._randomness(number, True) as key:
                 loss = self.traces.run(step, given, minibatch, key, MEASURED)
@@ -537,7 +552,7 @@ class SequentialLocalStep:
         self._require_automatic(what)
         one, plain = self._one(model), self.active.phase.evaluate_only
         found = []
-        for number, minibatch in batch:
+        for number, minibatch in _plain(batch):
             with self._metrics_kept(), self._randomness(number) as key:
                 at = self._number(number)
                 found.append(self.program.observed(one, minibatch, key, at, what, plain)[None])
@@ -547,7 +562,7 @@ class SequentialLocalStep:
         """Return the losses of the samples, ``(1, samples)``."""
         one = self._one(model)
         found = []
-        for number, minibatch in batch:
+        for number, minibatch in _plain(batch):
             with torch.no_grad(), self._metrics_kept(), self._randomness(number) as key:
                 found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
         return torch.cat(found).unsqueeze(0)
@@ -558,7 +573,7 @@ class SequentialLocalStep:
         one = self._one(model)
         trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
         found = []
-        for number, minibatch in batch:
+        for number, minibatch in _plain(batch):
             with self._metrics_kept(), self._randomness(number) as key:
                 losses = self.program.sample_losses(
                     {**one, **trained}, minibatch, key, None, training=True, checked=True
@@ -604,14 +619,14 @@ class SequentialLocalStep:
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""
-        data = join_batches([map_batch(one, lambda leaf: leaf[None]) for _, one in batch])
+        data = join_batches([map_batch(one, lambda leaf: leaf[None]) for _, one in _plain(batch)])
         first = next(batch_leaves(data))
         return data, first.new_ones(first.shape[:2], dtype=torch.bool)
 
     def report(self, loss: Tensor, batch: list[tuple[int, Any]]) -> None:
         """Log a loss ``(1,)``, weighted by samples."""
         self.program.log.options.setdefault("train_loss", LogOptions())
-        size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in batch)])
+        size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in _plain(batch))])
         self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
 
     def finish(self) -> dict[str, Tensor]:

@@ -64,9 +64,10 @@ def compare(
     rtol: float = 1e-10,
     settings: dict[str, Any] | None = None,
     clients: Sequence[int] | None = None,
+    engine: str = "vectorized",
     **options: Any,
 ) -> LocalRound:
-    """Run one round with both engines, require equal results, and return those of the reference.
+    """Run a round with an engine and the reference, require equal results, and return the latter's.
 
     Everything that leaves the engine is compared: uploads, client states, logged values, losses and
     the server after them.
@@ -81,7 +82,7 @@ def compare(
 
     expected = run("reference")
     for chunk_size in chunk_sizes:
-        actual = run("vectorized", chunk_size, **options)
+        actual = run(engine, chunk_size, **options)
         for got, want in (
             (actual.result.uploads, expected.result.uploads),
             (actual.result.client_state, expected.result.client_state),

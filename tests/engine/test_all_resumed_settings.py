@@ -293,11 +293,12 @@ def test_kernels_of_recorded_steps_where_code_is_no_longer_known(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("together", [True, False])
 def test_features_of_a_backbone_that_begins_to_draw_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_resumed(
-        "noise that begins", True, tmp_path, monkeypatch, method=lambda: FedRep(head_epochs=2)
+        "noise that begins", together, tmp_path, monkeypatch, method=lambda: FedRep(head_epochs=2)
     )
 
 

@@ -99,16 +99,18 @@ def test_clients_that_a_program_serves_are_counted(
 
 
 @pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("too", [False, True])
 @pytest.mark.parametrize(("passes", "each"), [(2, 3), (10, 3), (10, 30)])
 def test_cached_features_pay_if_there_are_many_passes(
-    passes: int, each: int, replayed: bool
+    passes: int, each: int, too: bool, replayed: bool
 ) -> None:
-    """Of a head ``w / 3`` a gradient alone, and once each minibatch together; of the body ``w``."""
-    shares = [Share(passes * each, cached=True, passes=passes), Share(each)]
+    """Of a head ``w / 3`` a gradient alone, or once each minibatch there, too, and together; of
+    the body ``w``."""
+    shares = [Share(passes * each, cached=True, passes=passes, cached_alone=too), Share(each)]
     call = CALL_REPLAYED if replayed else CALL_ALONE
     gradients = (passes + 1) * each
     calls = gradients * (call - CALL_TOGETHER)
-    slope = each * (TOGETHER * (1 / 3 + 1) - ALONE * (passes / 3 + 1))
+    slope = each * (TOGETHER * (1 / 3 + 1) - ALONE * ((1 if too else passes) / 3 + 1))
     if slope <= 0:  # alone the operations cost more, too
         assert batching_pays(1e12, shares, replayed)
         return
@@ -190,7 +192,7 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
-    assert seen == [Share(10, cached=True, passes=5), Share(2)]
+    assert seen == [Share(10, cached=True, passes=5, cached_alone=True), Share(2)]
 
 
 @pytest.mark.parametrize(

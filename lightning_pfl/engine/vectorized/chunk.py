@@ -74,8 +74,18 @@ class Chunk:
                 survey = self.engine.survey(self.work, phase, self.program, self.settings)
                 self.keys = self.noise_keys() if survey.draws else None
                 batches = self._batches(phase, survey, first_epochs)
-                given = active, state, self.program, self.settings
-                self.engine.prefix.attach(batches, *given)
+                found = self.engine.prefix.features(
+                    self.work.split(phase),
+                    self.clients,
+                    max(batches.epochs_used, default=0),
+                    active,
+                    state,
+                    self.program,
+                    lambda: self.settings,
+                )
+                if found is not None:
+                    assert isinstance(batches, ResidentBatches)
+                    batches.cache(*found)
                 state = self._phase(state, active, batches, number)
             if phase.data != "training":
                 continue

@@ -17,6 +17,7 @@ from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
@@ -24,7 +25,6 @@ from lightning_pfl.engine.steps import Unread
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.travel import Travel
-from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Inputs, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 

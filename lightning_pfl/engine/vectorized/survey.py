@@ -19,14 +19,21 @@ from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified
-from lightning_pfl.engine.apart import SAMPLES, begins_alike, stands_apart, stirred, unit_of
+from lightning_pfl.engine.apart import (
+    SAMPLES,
+    begins_alike,
+    samples_to_try,
+    stands_apart,
+    stirred,
+    unit_of,
+)
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.trace import Same
 
-KEPT, TRIED = 64, 8
-"""Largest number of settings of which findings are kept, and of clients whose samples are tried."""
+KEPT = 64
+"""Largest number of settings of which findings are kept."""
 
 
 class Survey(NamedTuple):
@@ -85,11 +92,7 @@ class Surveys:
 
     def _try(self, data: FederatedTensorDataset, program: ClientProgram) -> Survey | None:
         """Try a step on one client after another, until it has finite losses; None without any."""
-        # Another process may have the samples of some clients.
-        here = data.sizes_here()
-        order = torch.argsort(here, descending=True, stable=True)
-        for client in order[: min(TRIED, int((here > 0).sum()))].tolist():
-            samples = data.indices[client][: max(data.batch_size, SAMPLES)]
+        for samples in samples_to_try(data, max(data.batch_size, SAMPLES)):
             # Whatever a user's module raises; the step raises it again, and names its client.
             with suppress(Exception):
                 if found := self._survey(data.gather(samples), program):

@@ -3,7 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, rows
+from lightning_pfl.engine import feature_cache as prefix
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.vectorized import feature_cache as prefix
+from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.survey import Survey
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
@@ -23,6 +24,14 @@ from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
 from tests.engine.nets import CLASSES, cnn, compare, image_clients
+
+ENGINE = "vectorized"
+
+
+@pytest.fixture(params=["vectorized", "sequential"], autouse=True)
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines have the cache."""
+    monkeypatch.setitem(globals(), "ENGINE", request.param)
 
 
 def run(
@@ -33,14 +42,14 @@ def run(
     only: int | None = 0,
     **options: Any,
 ) -> LocalRound:
-    """A round of the vectorized engine: FedRep's head phase, unless the arguments say otherwise."""
+    """A round of an engine: FedRep's head phase, unless the arguments say otherwise."""
     torch.manual_seed(2)
     module = make_module()
     return local_round(
         FedRep(head_epochs=3) if method is None else method,
         module,
         image_clients() if data is None else data,
-        "vectorized",
+        ENGINE,  # type: ignore[arg-type]
         settings=EngineSettings(feature_cache=cache),
         only=only,
         **options,
@@ -48,8 +57,22 @@ def run(
 
 
 def used(outcome: LocalRound) -> bool:
-    assert isinstance(outcome.engine, VectorizedEngine)
+    assert isinstance(outcome.engine, VectorizedEngine | SequentialEngine)
     return outcome.engine.prefix.used
+
+
+def same(
+    make: Callable[[], Any],
+    method: Callable[[], Method] = lambda: FedRep(head_epochs=3),
+    data: Any = None,
+    sizes: Iterable[int | None] = (None, 2),
+    **options: Any,
+) -> None:
+    """The engine has the numbers of the reference."""
+    data = image_clients() if data is None else data
+    if ENGINE == "sequential":
+        options, sizes = {}, (None,)
+    compare(make, data, method, sizes, engine=ENGINE, **options)
 
 
 class Custom(PersonalizedModule):
@@ -78,7 +101,9 @@ def test_it_is_used_in_the_head_phase_and_not_in_the_body_phase(make: Callable[[
     assert not used(run(make, cache=False, only=0))
 
 
-def test_the_backbone_runs_once_per_sample() -> None:
+def test_the_backbone_runs_once_per_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ENGINE == "sequential":  # where unknown code would run as it is
+        monkeypatch.setattr(SequentialEngine, "keeps_features", True)
     rows: list[int] = []
 
     class Counting(nn.Flatten):
@@ -96,23 +121,26 @@ def test_the_backbone_runs_once_per_sample() -> None:
     cached = len(rows)
     rows.clear()
     run(make, FedRep(head_epochs=5), cache=False, data=data)
-    assert cached == 1 + 6  # one pass, and the checks before the first use
+    trained = int((data.num_samples > 0).sum())
+    # One pass of a chunk or of each client, and the checks before the first use.
+    assert cached == 6 + (1 if ENGINE == "vectorized" else trained)
     assert len(rows) >= 5 * 4  # five epochs of up to four minibatches
 
 
 def test_chunk_sizes() -> None:
-    compare(cnn, image_clients(), lambda: FedRep(head_epochs=3), range(1, 7))
+    same(cnn, sizes=range(1, 7))
 
 
 def test_large_data_is_passed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "BATCH", 4)
+    monkeypatch.setattr(prefix, "samples_of_one_model", lambda _: 4)
     outcome = run(cnn)
     assert used(outcome)
     assert_trees_close(outcome.models, run(cnn, cache=False).models)
 
 
 def test_features_that_would_fill_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "MAX_BYTES", 100)
+    monkeypatch.setattr(prefix, "MAX_BYTES", 10)
     assert not used(run(cnn))
 
 
@@ -121,9 +149,8 @@ def test_features_that_would_fill_the_memory_are_not_kept(monkeypatch: pytest.Mo
 
 def is_off_and_right(make: Callable[[], Any], data: Any = None, **options: Any) -> None:
     """The cache isn't used, and both engines agree."""
-    data = image_clients() if data is None else data
     assert not used(run(make, data=data, **options))
-    compare(make, data, lambda: FedRep(head_epochs=3), **options)
+    same(make, data=data, **options)
 
 
 def test_a_trained_backbone() -> None:
@@ -132,13 +159,13 @@ def test_a_trained_backbone() -> None:
 
 
 def test_a_personal_backbone() -> None:
-    """Frozen, but every client's own."""
+    """Frozen, but every client's own, which is no obstacle for one after another."""
 
     def make() -> FedRep:
         return FedRep(personal="backbone", head_epochs=1, body_epochs=3)
 
-    assert not used(run(cnn, make(), only=1))
-    compare(cnn, image_clients(), make)
+    assert used(run(cnn, make(), only=1)) == (ENGINE == "sequential")
+    same(cnn, make)
 
 
 def test_one_epoch_uses_each_feature_once() -> None:
@@ -156,7 +183,7 @@ def test_dropout_in_eval_mode_is_no_obstacle() -> None:
         return module
 
     assert used(run(make))
-    compare(make, image_clients(), lambda: FedRep(head_epochs=3))
+    same(make)
 
 
 def test_dropout_in_the_head_is_no_obstacle() -> None:
@@ -166,7 +193,7 @@ def test_dropout_in_the_head_is_no_obstacle() -> None:
         return module
 
     assert used(run(make))
-    compare(make, image_clients(), lambda: FedRep(head_epochs=3))
+    same(make)
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-4])
@@ -210,8 +237,15 @@ class SecondModel(Method):
 
 
 def test_a_second_model_has_features_of_its_own() -> None:
+    """One after another, a user's method keeps none, as it may write to weights."""
+    assert used(run(cnn, SecondModel())) == (ENGINE == "vectorized")
+    same(cnn, SecondModel)
+
+
+def test_a_second_model_of_a_known_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SequentialEngine, "keeps_features", True)
     assert used(run(cnn, SecondModel()))
-    compare(cnn, image_clients(), SecondModel)
+    same(cnn, SecondModel)
 
 
 class Looking(Method):
@@ -315,6 +349,28 @@ def test_broken_data_hide_no_dependence_on_the_batch() -> None:
     assert not used(run(lambda: Custom(Centred()), data=data))
 
 
+class Signed(nn.Module):
+    """A sample's features depend on the others where the sign of a sum does, hardly ever."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > -1e9 else -x
+
+
+@pytest.mark.parametrize("_engine", ["sequential"], indirect=True)
+def test_a_layer_that_branches_on_numbers() -> None:
+    is_off_and_right(lambda: Custom(Signed()))
+
+
+@pytest.mark.parametrize("_engine", ["sequential"], indirect=True)
+def test_a_hook() -> None:
+    def make() -> PersonalizedModule:
+        module = cnn()
+        module.backbone.register_forward_hook(lambda *given: given[-1] * 1.5)
+        return module
+
+    is_off_and_right(make)
+
+
 def test_a_step_that_calls_the_backbone_twice() -> None:
     class Twice(Custom):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
@@ -360,7 +416,7 @@ def test_a_recurrent_backbone() -> None:
     def make() -> PersonalizedModule:
         return PersonalizedModule(Last(), nn.Linear(6, CLASSES), lr=0.1).double()
 
-    compare(make, image_clients(), lambda: FedRep(head_epochs=3), transform="grad")
+    same(make, transform="grad")
 
 
 def test_a_module_without_backbone() -> None:

@@ -1,8 +1,12 @@
-"""A cache of a frozen backbone's features, computed once per phase instead of once per epoch."""
+"""A cache of a frozen backbone's features, computed once per phase instead of once per epoch.
+
+Both engines have it: for the clients of a chunk, and for one client after another.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,11 +18,12 @@ from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.data.batch import batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
-from lightning_pfl.engine.apart import SAMPLES, stands_apart, unit_of
+from lightning_pfl.engine.apart import SAMPLES, samples_to_try, stands_apart, unit_of
+from lightning_pfl.engine.operators import OperatorMode
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.safety.guard import guarded
+from lightning_pfl.engine.steps import samples_of_one_model
 from lightning_pfl.engine.trace import Same
-from lightning_pfl.engine.vectorized.loaders import Batches
-from lightning_pfl.engine.vectorized.resident import ResidentBatches
 
 log = logging.getLogger(__name__)
 BATCH = 768
@@ -41,13 +46,17 @@ class PrefixCache:
     Args:
         parameter_split: Names of the module.
         enabled: Whether to use the cache.
+        alone: Whether it is for one client after another, whose kernels don't need ``vmap``.
 
     Attributes:
         used: Whether the last phase used the cache.
     """
 
-    def __init__(self, parameter_split: ParameterSplit, enabled: bool = True) -> None:
-        self.parameter_split, self.enabled, self.used = parameter_split, enabled, False
+    def __init__(
+        self, parameter_split: ParameterSplit, enabled: bool = True, alone: bool = False
+    ) -> None:
+        self.parameter_split, self.enabled, self.alone = parameter_split, enabled, alone
+        self.used = False
         backbone = getattr(parameter_split.module, "backbone", None)
         self._backbone = backbone if isinstance(backbone, nn.Module) else None
         self._names = tuple(name for name in parameter_split.names if name.startswith("backbone."))
@@ -58,61 +67,82 @@ class PrefixCache:
         """Check steps again, as their code may read more than the module's settings."""
         self._suits.clear()
 
-    def attach(
+    def features(
         self,
-        batches: Batches,
+        data: FederatedDataset,
+        clients: Sequence[int],
+        passes: int,
         active: ActivePhase,
         state: Tree,
         program: ClientProgram,
-        settings: Any,
-    ) -> None:
-        """Compute the features for the chunk of ``batches`` if the phase allows it.
+        settings: Callable[[], Any],
+    ) -> tuple[Tensor, Any] | None:
+        """Compute the features of some clients' samples if the phase allows it; else None.
 
         Args:
-            batches: The chunk's minibatches.
+            data: The phase's samples.
+            clients: Ids.
+            passes: The most passes of a client over its samples.
             active: The phase.
             state: The clients' states.
             program: The user's step.
-            settings: What steps depend on besides their arguments.
+            settings: Returns what steps depend on besides their arguments.
+
+        Returns:
+            Features ``(clients, most samples, ...)``, in each client's order, and the rest of a
+            batch, leaves ``(clients times most samples, ...)``, where it alone is needed.
         """
         self.used = False
         model = state.get("model")
-        hooked = program.hooks is not None
-        if hooked or not isinstance(model, dict) or not self._allows(batches, active, model):
-            return
-        assert isinstance(batches, ResidentBatches)
+        if passes < 2 or program.hooks is not None or not isinstance(model, dict):
+            return None
+        if not self._allows(data, active, model):
+            return None
+        assert isinstance(data, FederatedTensorDataset)
         shared = {name: leaf[0] for name, leaf in model.items()}
-        key = Same(program), settings
+        key = Same(program), settings()
         try:
-            if key not in self._suits and _check(batches, shared, program):
+            if key not in self._suits and self._suiting(data, shared, program):
                 self._note(key, suits=True)
             if not self._suits.get(key, False):
-                return
-            cached = _compute(batches, shared, program, self._takes_pairs(batches))
+                return None
+            given = data, clients, shared, program
+            cached = _compute(*given, self.alone, self._takes_pairs(data))
         except NotVectorizableError as reason:
             self._note(key, suits=False)
             log.info("The frozen backbone's features are not cached: %s.", reason)
-            return
+            return None
         if cached is not None:
-            batches.cache(*cached)
             self.used = True
             self._source = model[self._names[0]].data_ptr()
+        return cached
+
+    def _suiting(self, data: FederatedTensorDataset, model: Model, program: ClientProgram) -> bool:
+        """Check a step, which may write to attributes of the module: then it doesn't suit."""
+        with guarded(self.parameter_split.module, 0):
+            return _check(data, model, program)
 
     def _note(self, key: Any, suits: bool) -> None:
         if len(self._suits) >= KEPT:
             self.forget()
         self._suits[key] = suits
 
-    def _takes_pairs(self, batches: ResidentBatches) -> bool:
+    def _takes_pairs(self, data: FederatedTensorDataset) -> bool:
         """Whether a step uses ``batch[0]`` for the backbone alone for certain."""
-        fields = batches.data.fields
+        fields = data.fields
         pair = isinstance(fields, (tuple, list)) and len(fields) == 2
         return pair and isinstance(fields[1], Tensor) and is_unmodified(self.parameter_split.module)
 
     def fits(self, model: Model) -> bool:
         """Whether a model has the backbone of the features; a method may train a second model."""
+        if not self.used:
+            return False
         leaf = model[self._names[0]]
-        return is_expanded(leaf) and leaf.data_ptr() == self._source
+        return self._is_one(leaf) and leaf.data_ptr() == self._source
+
+    def _is_one(self, leaf: Tensor) -> bool:
+        """Whether the clients have one tensor."""
+        return is_expanded(leaf) or self.alone
 
     def moved(self, state: Tree) -> None:
         """Take note that the state is in other memory."""
@@ -131,13 +161,11 @@ class PrefixCache:
             and not any(_is_stochastic(module) for module in self._backbone.modules())
         )
 
-    def _allows(self, batches: Batches, active: ActivePhase, model: Model) -> bool:
+    def _allows(self, data: FederatedDataset, active: ActivePhase, model: Model) -> bool:
         return (
-            isinstance(batches, ResidentBatches)
-            and self.expects(active, batches.data)
-            and all(is_expanded(model[name]) for name in self._names if name in model)
+            self.expects(active, data)
+            and all(self._is_one(model[name]) for name in self._names if name in model)
             and not any(name.startswith("backbone.") for name in active.throwaway)
-            and max(batches.epochs_used) > 1
         )
 
 
@@ -147,25 +175,22 @@ def _is_stochastic(module: nn.Module) -> bool:
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
-def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bool:
+def _check(data: FederatedTensorDataset, model: Model, program: ClientProgram) -> bool:
     """Check a step of the client with the most samples.
 
     Returns:
         Whether a step was checked: False if no client has finite features.
     """
-    owned = sorted((batches.data.indices[k] for k in batches.clients), key=len, reverse=True)
-    if len(owned[0]) == 1:
-        owned = [torch.cat(owned)]
-    most = max(batches.batch_size, SAMPLES)
-    steps = (positions[:most] for positions in owned if len(positions))
-    return any(_check_step(positions, batches, model, program) for positions in steps)
+    tried = list(samples_to_try(data, max(data.batch_size, SAMPLES)))
+    if tried and len(tried[0]) == 1:
+        tried = [torch.cat(tried)]
+    return any(_check_step(positions, data, model, program) for positions in tried)
 
 
 def _check_step(
-    positions: Tensor, batches: ResidentBatches, model: Model, program: ClientProgram
+    positions: Tensor, data: FederatedTensorDataset, model: Model, program: ClientProgram
 ) -> bool:
     """Check a step on some samples of a client; False if their features aren't finite."""
-    data = batches.data
     # A copy, because a step may write to the buffers of the head.
     calls, drawn = program.survey_prefix(_cloned(model), data.gather(positions))
     if calls != 1:
@@ -174,7 +199,8 @@ def _check_step(
         raise NotVectorizableError("random numbers are drawn before or in `self.backbone`")
 
     def features(batch: Any) -> Tensor:
-        found = program.prefix_features(model, batch)
+        with _Unread():
+            found = program.prefix_features(model, batch)
         _require_rows(found, batch_length(batch))
         return found
 
@@ -188,6 +214,17 @@ def _check_step(
         alone = features(half)
     _check_loss(model, half, alone, program)
     return True
+
+
+class _Unread(OperatorMode):
+    """Refuses to read numbers in tensors: all that are tried may take one branch."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotVectorizableError("`self.backbone` reads numbers in tensors")
+        return func(*args, **(kwargs or {}))
 
 
 def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:
@@ -216,22 +253,26 @@ def _require_rows(features: object, samples: int) -> None:
 
 
 def _compute(
-    batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
+    data: FederatedTensorDataset,
+    clients: Sequence[int],
+    model: Model,
+    program: ClientProgram,
+    alone: bool,
+    with_targets: bool,
 ) -> tuple[Tensor, Any] | None:
     """Compute features of every sample, ``(clients, longest, ...)`` in each client's order.
 
     If ``with_targets``, also return the rest of each batch: leaves ``(samples, ...)``.
     """
-    data, clients = batches.data, batches.clients
     positions = torch.cat([data.indices[client] for client in clients])
     if not len(positions):
         return None
     parts: list[Tensor] = []
     targets: list[Tensor] = []
     with torch.no_grad():
-        for some in positions.split(BATCH):
+        for some in positions.split(samples_of_one_model(data) if alone else BATCH):
             batch = data.gather(some.unsqueeze(0))
-            if program.kernels is not nullcontext:  # they need vmap: of one client
+            if program.kernels is not nullcontext and not alone:  # they need vmap: of one client
                 part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
             else:  # recurrent layers have no batching rule
                 part = program.prefix_features(model, map_batch(batch, lambda leaf: leaf[0]))
