@@ -24,7 +24,10 @@ from lightning_pfl.testing.fitting import quiet_trainer
 
 MANY = 100_000
 CASES = (
+    ("w3", "FedAvg", 4),
     ("w4", "FedAvg", 4),
+    ("w4", "FedRep", 4),
+    ("w4", "Ditto", 4),
     ("w4-1000", "FedAvg", 4),
     ("many", "FedAvg", 4),
     ("many", "Ditto", 4),

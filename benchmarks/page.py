@@ -125,6 +125,7 @@ def users(found: Found) -> str:
 def memory(found: Found) -> str:
     """Write the memory of fits."""
     about = {
+        "w3": "ResNet-18 with BatchNorm, 4 clients, 2 a round",
         "w4": "CNN of 1.6 million, 100 clients, 20 a round",
         "w4-1000": "the same, 1,000 clients, 50 a round",
         "many": "logistic regression, 100,000 clients, 10 a round",
