@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
 from lightning_pfl.engine.cost import Share, batching_pays, evaluating_pays
@@ -373,15 +373,21 @@ def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
 def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> float | None:
     """Count the clients that one program serves, where it can't serve those of all sizes."""
     data = work.data
-    if not isinstance(data, FederatedTensorDataset):
+    kinds: set[tuple[int | None, DropLast]]
+    if isinstance(data, FederatedTensorDataset):
+        kinds = {(data.batch_size, data.drop_last)}
+    else:
+        kinds = {(loader.batch_size, loader.drop_last) for loader in data.loaders}
+    batch_size, drop_last = kinds.pop()
+    if kinds or batch_size is None:  # DataLoaders with other sizes each, or a sampler of batches
         return None
-    program, settings = engine.program(data.augment), engine.checks.settings()
     # Of as many of all clients as run together; each process has a part of the cohort.
     every = max(1, len(data.num_samples) // engine.at_once(work.cohort or len(work.info)))
     sizes = data.num_samples[::every].tolist()
-    served = clients_served(sizes, data.batch_size, data.drop_last)
-    if served is None or engine.survey(work, phase, program, settings).pads:
-        return None
+    served = clients_served(sizes, batch_size, drop_last)
+    if served is not None and isinstance(data, FederatedTensorDataset):
+        program, settings = engine.program(data.augment), engine.checks.settings()
+        return None if engine.survey(work, phase, program, settings).pads else served
     return served
 
 

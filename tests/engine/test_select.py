@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine import cost
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.models.base import PersonalizedModule
@@ -176,6 +177,44 @@ def test_what_can_not_run_at_once_is_refused_where_that_was_asked_for(name: str)
     match = r"Expected `training_step` of .* engine='vectorized'"
     with pytest.raises(ValueError, match=match):
         run(MODULES[name][0], "vectorized")
+
+
+class Pairs(Dataset[Any]):
+    """Samples by a function of a user's, which only a DataLoader can make minibatches of."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, at: int) -> Any:
+        return torch.full((1, 5, 5), at / 10, dtype=torch.float64), at % 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sampler", "expected"),
+    [
+        ([20, 20, 20, 20], False, "vectorized"),
+        ([20, 16, 7, 13], False, "sequential"),
+        ([20, 16, 7, 13], True, "vectorized"),  # what it makes isn't known before
+    ],
+)
+def test_sizes_of_minibatches_that_loaders_make(
+    sizes: list[int], sampler: bool, expected: str
+) -> None:
+    """Programs of many clients serve those whose minibatches have one size."""
+    if sampler:
+        samplers = [BatchSampler(SequentialSampler(range(size)), 8, False) for size in sizes]
+        loaders = [
+            DataLoader(Pairs(size), batch_sampler=one)
+            for size, one in zip(sizes, samplers, strict=True)
+        ]
+    else:
+        loaders = [DataLoader(Pairs(size), batch_size=8) for size in sizes]
+    data = FederatedLoaders.from_any(loaders)
+    found = fit(FedAvg(), data, Classifier(), engine="auto")
+    assert found.strategy.federation.engine.choices["training_step"].startswith(expected)
 
 
 @pytest.mark.usefixtures("clients_at_once")
