@@ -112,6 +112,8 @@ class PrefixCache:
             self._note(key, suits=False)
             log.info("The frozen backbone's features are not cached: %s.", reason)
             return None
+        except Exception:  # the user's, which training raises again, and names its client
+            return None
         if cached is not None:
             self.used = True
             self._source = model[self._names[0]].data_ptr()

@@ -17,7 +17,9 @@ from benchmarks.workloads import WORKLOADS, Workload
 from lightning_pfl.models import MLP
 
 aten = torch.ops.aten
-TINY = Workload("tiny", lambda: MLP([6, 5, 10]), (6,), clients=4, samples=9, batch_size=4, cohort=2)
+TINY = Workload(
+    "tiny", lambda: MLP([6, 5, 10]), (6,), clients=4, samples=10, batch_size=4, cohort=2
+)
 
 
 def calls_of(module: nn.Module, inputs: Tensor) -> list[Any]:
@@ -97,13 +99,13 @@ def test_the_passes_of_methods(method: str, passes: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(WrittenDown, "seconds", seconds)
     steps = limits.measure(TINY, method, rounds=1).steps
-    assert steps == 2 * math.ceil(9 / 4)
+    assert steps == 2 * math.ceil(10 / 4)
     counted = found[0].calls.values()
     assert sum(one.count for one in counted if one.is_pass) == steps * passes
     forward = [
-        one for one in counted if one.call[0] is aten.addmm.default and len(one.call[1][1]) == 9
+        one for one in counted if one.call[0] is aten.addmm.default and len(one.call[1][1]) == 10
     ]
-    # All nine samples of each client at once, in two layers.
+    # All ten samples of each client at once, in two layers.
     assert sum(one.count for one in forward) == (2 * 2 if method == "FedMAP" else 0)
 
 
@@ -127,7 +129,7 @@ def test_the_command_prints_a_row_for_each(
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
     monkeypatch.setattr(limits, "SECONDS", 0.0)
     found = limits.measure(TINY, rounds=1)
-    assert found.steps == 2 * math.ceil(9 / 4)
+    assert found.steps == 2 * math.ceil(10 / 4)
     assert min(found.step, found.products, found.optimizer, found.round) > 0
     limits.main(["tiny"])
     assert capsys.readouterr().out.splitlines()[1].startswith("tiny ")
