@@ -22,7 +22,7 @@ from benchmarks.workloads import NETWORKS, SIX, THREE, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results.json"
-PAGES = ("docs/speed.md", "benchmarks/README.md")
+PAGES = ("docs/speed.md", "docs/profiles.md", "benchmarks/README.md")
 BETWEEN = re.compile(
     r"(<!-- bench: (?P<name>\w+) begin[^\n]*-->\n).*?(<!-- bench: (?P=name) end -->)", re.DOTALL
 )

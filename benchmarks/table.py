@@ -1,4 +1,4 @@
-"""All that the page on speed shows, from one command: ``make bench``.
+"""All that the pages on speed show, from one command: ``make bench``.
 
     python -m benchmarks.table --json build/bench.json           all but `processes` and `peers`
     python -m benchmarks.table --json build/bench.json --resume  what isn't in the file yet

@@ -4,7 +4,7 @@ Batching over clients saves the time that Python and torch take for each call, a
 arithmetic that is further from the caches: weights and activations of many clients at once. So it
 wins on small networks and loses on large ones. The unit of the estimate is the time of a million
 operations in the sequential engine, and its constants are a fit to the ratios in
-``docs/speed.md``.
+``docs/profiles.md``.
 
 It is no clock, because a seed must give the same numbers in every run, and the engines differ in
 the last bits.

@@ -46,7 +46,7 @@ PARTS = (1, 2, 4, 8)
 """Numbers of parts into which a cohort is cut."""
 CACHED = 2**25
 """Largest size in bytes of the models of a program on a CPU: far beyond its caches, where more
-clients only take longer (``docs/speed.md``)."""
+clients only take longer (``docs/profiles.md``)."""
 
 Key = TypeVar("Key")
 

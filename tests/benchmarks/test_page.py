@@ -123,7 +123,7 @@ def test_the_command_keeps_and_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(page, "KEPT", tmp_path / "kept.json")
     marks = "<!-- bench: parts begin (x) -->\nold\n<!-- bench: parts end -->\n"
     for name in page.PAGES:
-        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"before\n{marks}after\n")
     (tmp_path / "docs" / "figures").mkdir()
     (tmp_path / "found.json").write_text(json.dumps(FOUND))
