@@ -220,6 +220,12 @@ class OwnModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
 
 
+def own_lenet() -> OwnModule:
+    """Make LeNet in such a module."""
+    lenet = LeNet()
+    return OwnModule(lenet.backbone, lenet.head)
+
+
 SIX = ("FedAvg", "FedRep", "Ditto", "FedMAP", "PFedMe", "SCAFFOLD")
 THREE = SIX[:3]
 IMAGE = (1, 28, 28)
@@ -232,8 +238,7 @@ WORKLOADS: dict[str, Workload] = {
         "the same, of log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8, methods=THREE
     ),
     "w1-own": Workload(
-        "LeNet in a LightningModule of the user's",
-        lambda: OwnModule(LeNet().backbone, nn.Linear(84, 10)), IMAGE, methods=THREE
+        "LeNet in a LightningModule of the user's", own_lenet, IMAGE, methods=THREE
     ),
     "w2": Workload(
         "MLP 784-200-200-10, batch 50", lambda: MLP([784, 200, 200, 10]), IMAGE, samples=600,

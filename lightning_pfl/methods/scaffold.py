@@ -143,7 +143,7 @@ class SCAFFOLD(Method):
             return collect(state, grads, real.sum(1).to(state["count"]))
         grads = client.grad(state["model"], minibatches)
         if self.option == "II":
-            state = collect(state, grads, torch.ones_like(state["count"]))
+            state = collect(state, grads)
         corrected = add(grads, state["correction"])
         return {**state, "model": client.update(state["model"], corrected)}
 
@@ -153,11 +153,13 @@ class SCAFFOLD(Method):
         """Send the model and the change of the control variate."""
         control, count = client_state["control"], state["count"]
         mean = mean_gradient(state)
-        # A client without a step has no gradient, a mean of 0, and keeps its control variate.
-        none = (count == 0).to(count)
-        moved = tmap(lambda new, old: new.addcmul_(old, per_client(none, old)), mean, control)
-        upload = {"model": state["model"], "control_change": sub(moved, control)}
-        return upload, {"control": moved}
+        # A client without a step has no gradient, a mean of 0, and keeps its control variate. To
+        # look for one takes less than to read all of them; only a host needn't wait for that.
+        idle = (count == 0).to(count)
+        if count.device.type != "cpu" or idle.any():
+            mean = tmap(lambda new, old: new.addcmul_(old, per_client(idle, old)), mean, control)
+        upload = {"model": state["model"], "control_change": sub(mean, control)}
+        return upload, {"control": mean}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Move the model by the mean change, the control variate by the sum over n."""

@@ -23,18 +23,20 @@ def no_gradients(like: Model, info: ClientInfo) -> Tree:
     }
 
 
-def collect(state: Tree, grads: Model, weight: Tensor) -> Tree:
+def collect(state: Tree, grads: Model, weight: Tensor | None = None) -> Tree:
     """Add a minibatch's gradient to the state, whose sum changes in place.
 
     Args:
         state: With the entries of :func:`no_gradients`.
         grads: The gradient; it lacks parameters that the loss doesn't reach.
-        weight: Weight of each client's minibatch, ``(clients,)``.
+        weight: Weight of each client's minibatch, ``(clients,)``; None for 1.
     """
     for name, leaf in state["gradients"].items():
-        if name in grads:
+        if name in grads and weight is None:
+            leaf.add_(grads[name])
+        elif name in grads:
             leaf.addcmul_(per_client(weight, leaf), grads[name])
-    return {**state, "count": state["count"] + weight}
+    return {**state, "count": state["count"] + (1 if weight is None else weight)}
 
 
 def mean_gradient(state: Tree) -> Model:
