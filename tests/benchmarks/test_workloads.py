@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.workloads import NETWORKS, WORKLOADS, Workload, of_users
+from lightning_pfl.models import LeNet
 
 ALL = WORKLOADS | {f"{name} of users": of_users(name, 1.0) for name in NETWORKS}
 
@@ -18,7 +19,7 @@ def test_networks_take_the_samples_of_their_clients(workload: Workload) -> None:
 
 @pytest.mark.parametrize("batch_size", [4, 10])
 def test_no_minibatch_has_one_sample(batch_size: int) -> None:
-    workload = Workload("", torch.nn.Identity, (2,), samples=21, batch_size=batch_size, sigma=1.0)
+    workload = Workload("", LeNet, (2,), samples=21, batch_size=batch_size, sigma=1.0)
     sizes = workload.sizes()
     assert len(set(sizes)) > 5
     assert all(size % batch_size != 1 for size in sizes)

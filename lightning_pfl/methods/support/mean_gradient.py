@@ -32,9 +32,11 @@ def collect(state: Tree, grads: Model, weight: Tensor | None = None) -> Tree:
         weight: Weight of each client's minibatch, ``(clients,)``; None for 1.
     """
     for name, leaf in state["gradients"].items():
-        if name in grads and weight is None:
+        if name not in grads:
+            continue
+        if weight is None:
             leaf.add_(grads[name])
-        elif name in grads:
+        else:
             leaf.addcmul_(per_client(weight, leaf), grads[name])
     return {**state, "count": state["count"] + (1 if weight is None else weight)}
 
