@@ -255,7 +255,7 @@ class SequentialEngine:
             active: The phase.
             local_step: The client's step interface.
         """
-        keyed = local_step.keyed
+        keyed = local_step.random.keyed
         if keyed and (self.deterministic is None or not self.checks.known or self.loop is not None):
             return None
         at = number, keyed
@@ -277,7 +277,7 @@ class SequentialEngine:
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
                 (active.trainable, active.phase.name, active.phase.data),
-                (Same(local_step.program), local_step.keyed, self.settings_in(number)),
+                (Same(local_step.program), local_step.random.keyed, self.settings_in(number)),
                 options_of(work.optimizer, lr, rates_of(work.optimizer, lr)),
             )
         )
@@ -311,8 +311,8 @@ class SequentialEngine:
         return self._settings[phase]
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
-        if local_step.drew is not None:
-            self.deterministic = self.deterministic is not False and not local_step.drew
+        if local_step.random.drew is not None:
+            self.deterministic = self.deterministic is not False and not local_step.random.drew
 
     def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
         method, info, data = work.method, work.info, work.data
@@ -383,8 +383,8 @@ class SequentialEngine:
                     kept[phase.name] = after
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
-        if local_step.draws_elsewhere is not None:
-            self.draws_elsewhere = local_step.draws_elsewhere
+        if local_step.random.draws_elsewhere is not None:
+            self.draws_elsewhere = local_step.random.draws_elsewhere
         if local_step.travel is not None:
             info.travel = local_step.travel.total
         upload, client_state = end(method, work.received, client_state, state, info)

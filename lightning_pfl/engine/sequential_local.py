@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,16 +11,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pfl.contract.records import (
-    LogOptions,
-    SlotStates,
-)
+from lightning_pfl.contract.records import LogOptions, SlotStates
 from lightning_pfl.contract.view import Objective
-from lightning_pfl.core.draws import mix_number, noise, random_keys, with_starts
+from lightning_pfl.core.draws import noise
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.randomness import seeded
 from lightning_pfl.core.tree import Model, Tree, materialize, select
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.engine.active_phase import ActivePhase
@@ -31,6 +27,7 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.client_randomness import ClientRandomness
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import Featured, samples_of
@@ -42,7 +39,6 @@ from lightning_pfl.engine.optimizer import (
     rates_of,
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
-from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import Unread, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
@@ -87,9 +83,7 @@ class SequentialLocalStep:
         noted: Notes calls of torchmetrics objects in steps that are recorded.
 
     Attributes:
-        drew: Whether a keyed step has drawn random numbers; None before the first one.
-        draws_elsewhere: Whether the last step used Python's or NumPy's global generator; None
-            before the first one.
+        random: Keys of the client's random numbers, and whether steps draw any.
     """
 
     def __init__(
@@ -110,23 +104,14 @@ class SequentialLocalStep:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
         self.loop, self.template = loop, work.optimizer
-        self.keyed, self.known, self.noted = keyed, known, noted
+        self.random = ClientRandomness(settings, program, whole, work, keyed, known)
+        self.noted = noted
         self.prefix = prefix
-        self.drew: bool | None = None
-        self.draws_elsewhere: bool | None = None
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
-        self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
-        # Of a whole step: by the minibatch's number its key, on the host and among the arguments.
-        self._whole_keys: dict[int, tuple[int, Tensor]] = {}
         self.bound: BoundModule | None = None
-
-    @cached_property
-    def key(self) -> int:
-        """The key of the client's random numbers."""
-        return int(random_keys(*self._stream)[0])
 
     def begin(
         self,
@@ -141,7 +126,8 @@ class SequentialLocalStep:
             number: Its number.
             schedule: The optimizer's options at each step; None if they stay.
         """
-        self.active, self.number, self.phase = active, number, active.phase.name
+        self.active, self.phase = active, active.phase.name
+        self.random.begin(number)
         self.step = -1
         self._known: dict[tuple[Any, ...], tuple[list[Tensor], Given]] = {}
         self._schedule = schedule
@@ -191,25 +177,24 @@ class SequentialLocalStep:
         ) -> tuple[Tree, Any]:
             minibatches, keys = given
             self.optimizer.place(tree["optimizer"], tree["rates"])
-            self._whole_keys = dict(zip(numbers, zip(seeds, keys, strict=True), strict=False))
             self.prefix.moved(tree["state"])
             self._logged = self.active.phase.data == "public"
             logs, self.logs = self.logs, ListedLogs(self.program.log)
+            batch = split_draws(list(zip(numbers, minibatches, strict=True)), draws)
             try:
-                batch = split_draws(list(zip(numbers, minibatches, strict=True)), draws)
-                new = take_step(method, tree["state"], batch, self)
+                with self.random.in_whole_step(numbers, seeds, keys):
+                    new = take_step(method, tree["state"], batch, self)
                 return tree | {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
             finally:
                 self.logs = logs
-                self._whole_keys = {}
 
-        seeds, rows = self._keys(count) if self.keyed else ([], ())
-        with seeded(None) if self.keyed else nullcontext():
+        seeds, rows = self.random.keys(count)
+        with self.random.around_whole_steps():
             for step in steps:
                 self.new_step()
                 numbers, minibatches = map(list, zip(*step, strict=True))
-                mine = [seeds[number] for number in numbers if self.keyed]
-                keys = [rows[number] for number in numbers if self.keyed]
+                mine = [seeds[number] for number in numbers if seeds]
+                keys = [rows[number] for number in numbers if seeds]
                 logged = whole.step(partial(take, numbers, mine), (minibatches, keys))
                 for values, size, way in logged:
                     self.program.log.replayed(way)
@@ -292,7 +277,7 @@ class SequentialLocalStep:
         """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
         found: list[Tensor | None] = []
         self.program.log.begin(minibatch)
-        with self._metrics_kept(self._logged), self._randomness(number):
+        with self._metrics_kept(self._logged), self.random.of(number):
             yield self.program.prepared(minibatch), found
         logged = self.program.log.take()
         if not self._logged:
@@ -333,43 +318,6 @@ class SequentialLocalStep:
         """Return a minibatch's number as the module's step gets it."""
         return Unread() if self._is_recorded else number
 
-    def _key(self, number: int) -> tuple[int, Tensor]:
-        """Return the key of a minibatch or a step, on the host and on the device."""
-        key = mix_number(self.key + (self.number << 32) + number)
-        return key, torch.tensor(key).to(self.settings.device, non_blocking=True)
-
-    def _keys(self, count: int) -> tuple[list[int], Sequence[Tensor]]:
-        """Return the keys of a phase's minibatches on the host, and on the device for draws."""
-        first = self.key + (self.number << 32)
-        seeds = [mix_number(first + number) for number in range(count)]
-        keys = torch.tensor(seeds, dtype=torch.int64).to(self.settings.device, non_blocking=True)
-        return seeds, with_starts(keys).unbind()
-
-    @contextmanager
-    def _randomness(self, number: int, plain: bool = False) -> Iterator[Tensor | None]:
-        """Yield a minibatch's key for random functions, and seed the global generators by it.
-
-        Args:
-            number: The minibatch's number.
-            plain: Whether nothing runs but the module's step.
-        """
-        if not self.keyed:
-            yield None
-            return
-        if number in self._whole_keys:  # of known code, which draws from no other generators
-            seed, key = self._whole_keys[number]
-            self.whole.seed(key, seed)
-            yield key
-            return
-        seed, key = self._key(number)
-        plain = plain and self.program.augment is None and self.program.hooks is None
-        torch_alone = plain and self.known
-        with watch_global_rng(seed & (2**63 - 1), torch_alone) as found:
-            yield key
-        self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved
-        drew = bool(self.program.random_calls) or found.moved or found.moved_torch
-        self.drew = bool(self.drew) or drew
-
     @contextmanager
     def _metrics_kept(self, kept: bool = True) -> Iterator[None]:
         """Leave torchmetrics objects as they are where nothing is logged of a step."""
@@ -393,7 +341,7 @@ class SequentialLocalStep:
         if self._schedule is not None:
             self.optimizer.at(self.step)
         if not self.active.phase.evaluate_only:
-            self.draws_elsewhere = False
+            self.random.new_step()
 
     def end_step(self) -> None:
         """End a step."""
@@ -430,7 +378,7 @@ class SequentialLocalStep:
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
             plain = term is None
-            with self._metrics_kept(self._logged), self._randomness(number, plain) as key:
+            with self._metrics_kept(self._logged), self.random.of(number, plain) as key:
                 if term is None:
                     step = partial(self._differentiated, number)
                     found = self.traces.run(step, known, minibatch, key)
@@ -523,7 +471,7 @@ class SequentialLocalStep:
         sums, samples = [], 0
         for number, minibatch in _plain(batch):
             step = partial(self._measured, number)
-            with torch.no_grad(), self._metrics_kept(), self._randomness(number, True) as key:
+            with torch.no_grad(), self._metrics_kept(), self.random.of(number, True) as key:
                 loss = self.traces.run(step, given, minibatch, key, MEASURED)
             if loss is not None:
                 size = batch_length(minibatch)
@@ -553,7 +501,7 @@ class SequentialLocalStep:
         one, plain = self._one(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in _plain(batch):
-            with self._metrics_kept(), self._randomness(number) as key:
+            with self._metrics_kept(), self.random.of(number) as key:
                 at = self._number(number)
                 found.append(self.program.observed(one, minibatch, key, at, what, plain)[None])
         return join_batches(found)
@@ -563,7 +511,7 @@ class SequentialLocalStep:
         one = self._one(model)
         found = []
         for number, minibatch in _plain(batch):
-            with torch.no_grad(), self._metrics_kept(), self._randomness(number) as key:
+            with torch.no_grad(), self._metrics_kept(), self.random.of(number) as key:
                 found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
         return torch.cat(found).unsqueeze(0)
 
@@ -574,7 +522,7 @@ class SequentialLocalStep:
         trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
         found = []
         for number, minibatch in _plain(batch):
-            with self._metrics_kept(), self._randomness(number) as key:
+            with self._metrics_kept(), self.random.of(number) as key:
                 losses = self.program.sample_losses(
                     {**one, **trained}, minibatch, key, None, training=True, checked=True
                 )
@@ -615,7 +563,7 @@ class SequentialLocalStep:
         """Normal numbers of the client's step, ``(1, ...)``."""
         if self._is_recorded:
             raise TypeError("it draws noise")
-        return noise(self._key(self.step)[1].view(1), like, key)
+        return noise(self.random.key(self.step)[1].view(1), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""
