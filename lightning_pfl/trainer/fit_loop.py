@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import (
@@ -34,7 +32,7 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.contract.returned import require_same_tree
-from lightning_pfl.core.tree import Tree, nbytes, rows
+from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import require_public
@@ -47,7 +45,6 @@ from lightning_pfl.federation.eligibility import (
     warn_of_single_samples,
 )
 from lightning_pfl.federation.federation import Federation
-from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.federation.server_training import train_server
 from lightning_pfl.metrics.history import without_summary
@@ -56,6 +53,7 @@ from lightning_pfl.trainer.checks import ModuleAtStart
 from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
 from lightning_pfl.trainer.data import by_client, due_reload, placed
 from lightning_pfl.trainer.progress import ClientProgress, profiled
+from lightning_pfl.trainer.round_log import RoundLog
 
 READERS = (
     "on_local_training_end",
@@ -90,11 +88,6 @@ def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
     return run
 
 
-def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
-    """Sum the bytes of all clients: the method's counts, or those of the tree."""
-    return nbytes(tree) * clients if sizes is None else int(sizes.sum())
-
-
 class FederatedLoop(FitLoop):
     """Runs rounds instead of epochs; every Lightning hook fires as usual.
 
@@ -111,31 +104,25 @@ class FederatedLoop(FitLoop):
         module_at_start: The parameters with which the fit began.
         training: The optimizers and schedulers of each architecture's clients.
         stage: How far the current round is.
-        logged: What the current round logs, by name; kept for a run that is resumed inside the
-            round.
-        bytes_total: Bytes that all clients have received and sent in the rounds so far.
+        log: What the current round logs, and what was warned of.
         trains_nothing: Whether the method has no local step, as its budgets are 0.
     """
 
     trainer: ConnectedTrainer
     federation: Federation
     module_at_start: ModuleAtStart
+    log: RoundLog
     training: Sequence[ClientTraining] = ()
     data: FederatedDataset | None = None
     members: tuple[str, ...] = ()
     present: Tensor | None = None
     stage: str = CLOSED
-    logged: Mapping[str, float] = MappingProxyType({})
-    bytes_total: float = 0.0
     trains_nothing: bool = False
     _seconds: float = 0.0  # of the current round without its evaluation; 0 if unknown
     _learners: Tensor | None = None
-    _prog_bar: tuple[str, ...] = ()
-    _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
     _uploads_are_read: bool = True
     _public: PublicData | None = None
-    _warned: frozenset[str] = frozenset()
     _left_out: str | None = ""  # why the last round left out all clients; None once one did not
 
     # --- data -------------------------------------------------------------------------------------
@@ -352,7 +339,7 @@ class FederatedLoop(FitLoop):
         drawn = self._draw(number)
         info = federation.info(drawn, number, federation.count_steps(data, drawn, phases))
         round = Round(number, info, server=federation.server)
-        self._warn(method.warnings_before(federation, round))
+        self.log.warn(method.warnings_before(federation, round))
         self._hook("on_round_start", round)
 
         round.received = federation.download(info)
@@ -374,7 +361,7 @@ class FederatedLoop(FitLoop):
         if not each:
             work.uploads = cohort.average_uploads(work, verdict.accepted)
         uploads, round.rejected = work.uploads, verdict.rejected
-        self._report(round, work, verdict)
+        self.log.record(federation, round, work, verdict)
         if round.rejected:
             accepted = verdict.accepted.nonzero().flatten()
             uploads = rows(uploads, accepted.to(cohort.device))
@@ -391,9 +378,9 @@ class FederatedLoop(FitLoop):
                 refused = federation.refuse_step(server, verdict)
                 if not refused:
                     cohort.exchange("after")
-        self._report_messages(round, cohort.exchanged)
+        self.log.add_messages(round, cohort.exchanged)
         if refused:
-            self._refuse_server(round, verdict, refused)
+            self.log.refuse_server(federation, round, verdict, refused)
             server = federation.server
         self.stage = STORING
         if not refused:
@@ -410,7 +397,10 @@ class FederatedLoop(FitLoop):
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
-        self._measure(round)
+        measured = method.measure(federation, round)
+        round.metrics.update(measured)
+        self.log.add(measured)
+        self.log.warn(method.warnings_after(federation, round))
         self._hook("on_round_end", round)
 
     def _each_is_read(self, round: Round) -> bool:
@@ -424,113 +414,6 @@ class FederatedLoop(FitLoop):
         data, clients = self.require_data(), round.info.index
         counts = [self.federation.count_steps(data, clients, (phase,)) for phase in phases]
         return max((int(count.max()) for count in counts if len(count)), default=0)
-
-    def _report(self, round: Round, result: LocalResult, verdict: Verdict) -> None:
-        """Log means of the user's values over accepted clients, and traffic; warn."""
-        accepted = verdict.accepted
-        cohort = len(round.info)
-        method, server = self.federation.method, self.federation.server
-        down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
-        up = _total(method.upload_nbytes(result.uploads, round.info), result.uploads, cohort)
-        round.bytes_down, round.bytes_up = down // max(cohort, 1), up // max(cohort, 1)
-        names = list(result.logs)
-        means = torch.empty(0)
-        if names and accepted.any():
-            values = torch.stack([result.logs[name].double() for name in names])[
-                :, accepted.to(result.loss.device)
-            ]
-            means = values.nanmean(1).cpu()
-        round.metrics = {
-            n: float(mean) for n, mean in zip(names, means.tolist(), strict=False) if mean == mean
-        }
-        self.logged = {
-            **round.metrics,
-            "round/clients": float(cohort),
-            "round/rejected": float(len(round.rejected)),
-            "round/bytes_down": float(down),
-            "round/bytes_up": float(up),
-        }
-        self._prog_bar = tuple(name for name in names if result.options[name].prog_bar)
-        silent = {name for name in names if not result.options[name].logger}
-        self._logger = tuple(name for name in self.logged if name not in silent)
-        if round.rejected:
-            rank_zero_warn(
-                f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
-                f"({self._listed(round.rejected)}). They keep their "
-                f"states{'; the server is unchanged' if len(round.rejected) == cohort else ''}. "
-                "Look for NaN and other units in their data, or use a smaller learning rate."
-            )
-
-        new = [k for k in verdict.outliers if f"outlier {k}" not in self._warned]
-        self._warned |= {f"outlier {k}" for k in new}
-        if new:
-            rank_zero_warn(
-                f"Round {round.number} has clients with far too large updates: "
-                f"{self._listed({k: verdict.outliers[k] for k in new})}. Look at their data, or "
-                "set max_update_norm='auto' to leave such clients out."
-            )
-        training = int(round.info.steps.sum()) and nbytes(result.uploads)
-        if training and result.loss.isnan().all() and not verdict.norms.any():
-            self._warn(
-                {
-                    "no loss": f"No client has changed anything in round {round.number}, and none "
-                    "has computed a loss. Return the loss from `training_step`."
-                }
-            )
-
-    def _listed(self, reasons: Mapping[int, str]) -> str:
-        """Name the first ten clients with their reasons."""
-        names = self.federation.client_names
-        return "; ".join(f"{names[k]!r}: {reason}" for k, reason in list(reasons.items())[:10])
-
-    def _refuse_server(self, round: Round, verdict: Verdict, why: str) -> None:
-        """Count a round as one that left out all clients, and name the likely cause."""
-        norms = torch.where(verdict.accepted, verdict.norms, -1.0)
-        largest, median = int(norms.argmax()), verdict.median
-        client = int(round.info.index[largest])
-        for each in round.info.index.tolist():
-            round.rejected.setdefault(each, f"the server refused its step: {why}")
-        self.logged = {**self.logged, "round/rejected": float(len(round.rejected))}
-        remedy = (
-            "Look at the data of this client, or set max_update_norm='auto' to leave such clients "
-            "out."
-            if client in verdict.outliers
-            else "Use smaller learning rates of the clients, or of the server's optimizer."
-        )
-        rank_zero_warn(
-            f"Round {round.number}: the server refused its step and stays as it was: {why}. The "
-            f"largest update is that of {self.federation.client_names[client]!r} "
-            f"({float(norms[largest]):.3g}; the median is {median:.3g}). {remedy}"
-        )
-
-    def _report_messages(self, round: Round, exchanged: int) -> None:
-        """Add the bytes between clients, each message as sent and as received."""
-        round.bytes_exchanged = exchanged
-        down, up = (self.logged[f"round/bytes_{way}"] + exchanged for way in ("down", "up"))
-        self.bytes_total += down + up
-        self.logged = {
-            **self.logged,
-            "round/bytes_down": down,
-            "round/bytes_up": up,
-            "round/bytes_total": self.bytes_total,
-        }
-        self._logger = (*self._logger, "round/bytes_total")
-
-    def _measure(self, round: Round) -> None:
-        """Log the method's values, and warn of its findings."""
-        federation, method = self.federation, self.federation.method
-        measured = method.measure(federation, round)
-        round.metrics.update(measured)
-        self.logged = {**self.logged, **measured}
-        self._logger = (*self._logger, *measured)
-        self._warn(method.warnings_after(federation, round))
-
-    def _warn(self, texts: Mapping[str, str]) -> None:
-        """Warn of new findings."""
-        for key, text in texts.items():
-            if key not in self._warned:
-                self._warned |= {key}
-                rank_zero_warn(text)
 
     def _progress(self, cohort: Tensor) -> ClientProgress:
         self.epoch_loop.batch_progress.reset_on_run()
@@ -548,9 +431,8 @@ class FederatedLoop(FitLoop):
     # --- after a round ---
 
     def _log(self) -> None:
-        log_values(
-            self.epoch_loop._results, "training_step", self.logged, self._prog_bar, self._logger
-        )
+        log, results = self.log, self.epoch_loop._results
+        log_values(results, "training_step", log.values, log.prog_bar, log.logger)
         publish_round(self.trainer)
 
     def _should_accumulate(self) -> bool:
@@ -636,16 +518,12 @@ class FederatedLoop(FitLoop):
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         return {
             "stage": self.stage,
-            "logged": dict(self.logged),
-            "prog_bar": list(self._prog_bar),
-            "logger": list(self._logger),
-            "bytes_total": self.bytes_total,
+            **self.log.state_dict(),
             "callback_metrics": metrics,
         }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of `on_save_checkpoint`."""
         self._restored = state_dict
-        self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
-        self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])
-        self.bytes_total = state_dict.get("bytes_total", 0.0)
+        self.stage = state_dict["stage"]
+        self.log.load_state_dict(state_dict)

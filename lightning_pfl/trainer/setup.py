@@ -44,6 +44,7 @@ from lightning_pfl.trainer.data import batch_hooks, true_dtype
 from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
 from lightning_pfl.trainer.fit_loop import FederatedLoop
 from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
+from lightning_pfl.trainer.round_log import RoundLog
 
 _PERSONALIZED_BY: WeakKeyDictionary[L.LightningModule, str] = WeakKeyDictionary()
 """The method that has trained a module for clients with personal parts; empty for one without."""
@@ -438,6 +439,7 @@ def install_loops(trainer: L.Trainer, federation: Federation) -> None:
     if not isinstance(trainer.fit_loop, FederatedLoop):
         validation = trainer.fit_loop.epoch_loop.val_loop
         trainer.fit_loop = take_over(FederatedLoop, trainer.fit_loop)
+        fit_loop(trainer).log = RoundLog()
         trainer.fit_loop.epoch_loop.val_loop = take_over(FederatedEvaluationLoop, validation)
         trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
         trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
