@@ -11,21 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.core.recent import Recent
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.checks import settings_of
+from lightning_pfl.engine.known_code import UnknownCodeError, is_torchs, read_by_step
+from lightning_pfl.engine.operators import NumbersRead
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.safety.snapshot import hooks_of
-from lightning_pfl.engine.trace import fingerprint
 
 SAMPLES, TRIES, KEPT, CLIENTS = 5, 8, 8, 8
 """Samples that are tried together, how often others are where their numbers aren't finite, and the
@@ -71,7 +74,8 @@ def evaluates_apart(
         module: A ``PersonalizedModule``, as it is when it is evaluated.
         settings: The Trainer's flags.
         data: The split; samples of other than resident ones are never moved.
-        round: The round; once in each the module is tried again, as its layers may read anything.
+        round: The round; once in each the module is tried again, as its layers may read anything,
+            unless their code and the trial show that they don't.
     """
     if couples_samples(module, training=False):
         return False
@@ -79,17 +83,54 @@ def evaluates_apart(
     plain = ours and _has_apart(module) and not hooks_of(module)
     if plain or not isinstance(data, FederatedTensorDataset):
         return True
+    try:
+        read = read_by_step(module, "per_sample")
+    except UnknownCodeError:
+        read = None
     forwards = tuple(type(part).forward for part in module.modules())
-    key = round, fingerprint(module), forwards
-    known = _FOUND.setdefault(module, {})
-    if key not in known:
-        if len(known) >= KEPT:
-            known.clear()
-        known[key] = _try(module, settings, data)
-    return known[key]
+    key = settings_of(module, read), forwards
+    found = _FOUND.setdefault(module, Recent(KEPT))
+    if key not in found or found[key].round not in (None, round):
+        found[key] = _find(module, settings, data, round, read is not None)
+    return found[key].apart
 
 
-_FOUND: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+class _Finding(NamedTuple):
+    """Whether samples stay apart, and the round in which that is so; None for any."""
+
+    apart: bool
+    round: int | None
+
+
+_FOUND: WeakKeyDictionary[nn.Module, Recent[Any, _Finding]] = WeakKeyDictionary()
+
+
+def _find(
+    module: nn.Module,
+    settings: EngineSettings,
+    data: FederatedTensorDataset,
+    round: int | None,
+    known: bool,
+) -> _Finding:
+    """Try a module whose code is known or not.
+
+    What known code computes depends on its samples, on settings and on the weights. If no number in
+    a tensor chooses what it does, that may show with some weights and not with others, as behind a
+    ReLU: so it is tried with their negatives, too.
+    """
+    numbers = NumbersRead()
+    apart = _try(module, settings, data, numbers)
+    last = known and not _has_tensors(module)
+    negated = _try(module, settings, data, numbers, -1) if apart and last else None
+    stays = last and not numbers.read and (apart is False or negated is not None)
+    return _Finding(bool(apart) and negated is not False, None if stays else round)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether a layer of a user's has tensors that aren't weights, whose numbers may change."""
+    parts = [part for part in module.modules() if not is_torchs(part)]
+    held = [one for part in parts for one in (*vars(part).values(), *part._buffers.values())]
+    return any(isinstance(one, Tensor) for one in held)
 
 
 def _is_apart(part: nn.Module) -> bool:
@@ -110,15 +151,30 @@ def _has_apart(part: nn.Module) -> bool:
     return all(map(_is_apart, part.children()))
 
 
-def _try(module: Any, settings: EngineSettings, data: FederatedTensorDataset) -> bool:
-    """Try an evaluation on samples of several clients."""
+def _try(
+    module: Any,
+    settings: EngineSettings,
+    data: FederatedTensorDataset,
+    numbers: NumbersRead,
+    sign: int = 1,
+) -> bool | None:
+    """Try an evaluation on samples of several clients; None if its numbers aren't finite.
+
+    Args:
+        module: The module.
+        settings: The Trainer's flags.
+        data: The split.
+        numbers: Notes whether numbers in tensors are read.
+        sign: What weights are multiplied by.
+    """
     program = ClientProgram(module, settings)
     program.throwaway = writable(module)
-    model = {name: stirred(p.detach()) for name, p in module.named_parameters()}
+    model = {name: stirred(p.detach()) * sign for name, p in module.named_parameters()}
     model |= dict(module.named_buffers())
 
     def losses(batch: Any) -> Tensor:
-        return program.per_sample(model, batch)["loss"]
+        with numbers:
+            return program.per_sample(model, batch)["loss"]
 
     for some in data.some_positions(SAMPLES * TRIES).split(SAMPLES):
         # Whatever a user's module raises; the evaluation raises it again, and names its client.
@@ -126,7 +182,7 @@ def _try(module: Any, settings: EngineSettings, data: FederatedTensorDataset) ->
             found = stands_apart(losses, data.gather(some), unit_of(program, model))
             if found is not None:
                 return found
-    return False
+    return None
 
 
 def stands_apart(function: Callable[[Any], Tensor], batch: Any, unit: float) -> bool | None:

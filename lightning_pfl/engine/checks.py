@@ -105,17 +105,25 @@ class Checks:
 
     def settings(self) -> tuple[Any, ...]:
         """Return what recordings depend on besides their arguments, as it is now."""
-        read = (self._read or {}).items()
-        # Tensors that a step makes have the default type.
-        return (
-            fingerprint(self.module),
-            self.placeless,
-            torch.get_default_dtype(),
-            tuple(
-                (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
-                for (owner, name), value in read
-            ),
-        )
+        return self.placeless, *settings_of(self.module, self._read)
+
+
+def settings_of(module: nn.Module, read: Read | None) -> tuple[Any, ...]:
+    """Return what a module's code depends on besides its arguments, as it is now.
+
+    Args:
+        module: The module.
+        read: What the code reads outside of layers; None where it isn't known.
+    """
+    # Tensors that a step makes have the default type.
+    return (
+        fingerprint(module),
+        torch.get_default_dtype(),
+        tuple(
+            (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
+            for (owner, name), value in (read or {}).items()
+        ),
+    )
 
 
 def _promises(module: Any, step: str) -> bool:

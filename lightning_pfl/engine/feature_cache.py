@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.recent import Recent
 from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.data.batch import batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.apart import SAMPLES, samples_to_try, stands_apart, unit_of
-from lightning_pfl.engine.operators import OperatorMode
+from lightning_pfl.engine.operators import NumbersRead
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import samples_of_one_model
@@ -61,7 +62,7 @@ class PrefixCache:
         self._backbone = backbone if isinstance(backbone, nn.Module) else None
         self._names = tuple(name for name in parameter_split.names if name.startswith("backbone."))
         self._source = 0
-        self._suits: dict[Any, bool] = {}
+        self._suits = Recent[Any, bool](KEPT)
 
     def forget(self) -> None:
         """Check steps again, as their code may read more than the module's settings."""
@@ -103,13 +104,13 @@ class PrefixCache:
         key = Same(program), settings()
         try:
             if key not in self._suits and self._suiting(data, shared, program):
-                self._note(key, suits=True)
+                self._suits[key] = True
             if not self._suits.get(key, False):
                 return None
             given = data, clients, shared, program
             cached = _compute(*given, self.alone, self._takes_pairs(data))
         except NotVectorizableError as reason:
-            self._note(key, suits=False)
+            self._suits[key] = False
             log.info("The frozen backbone's features are not cached: %s.", reason)
             return None
         except Exception:  # the user's, which training raises again, and names its client
@@ -123,11 +124,6 @@ class PrefixCache:
         """Check a step, which may write to attributes of the module: then it doesn't suit."""
         with guarded(self.parameter_split.module, 0):
             return _check(data, model, program)
-
-    def _note(self, key: Any, suits: bool) -> None:
-        if len(self._suits) >= KEPT:
-            self.forget()
-        self._suits[key] = suits
 
     def _takes_pairs(self, data: FederatedTensorDataset) -> bool:
         """Whether a step uses ``batch[0]`` for the backbone alone for certain."""
@@ -201,8 +197,10 @@ def _check_step(
         raise NotVectorizableError("random numbers are drawn before or in `self.backbone`")
 
     def features(batch: Any) -> Tensor:
-        with _Unread():
+        with NumbersRead() as numbers:
             found = program.prefix_features(model, batch)
+        if numbers.read:  # all samples that are tried may take one branch
+            raise NotVectorizableError("`self.backbone` reads numbers in tensors")
         _require_rows(found, batch_length(batch))
         return found
 
@@ -216,17 +214,6 @@ def _check_step(
         alone = features(half)
     _check_loss(model, half, alone, program)
     return True
-
-
-class _Unread(OperatorMode):
-    """Refuses to read numbers in tensors: all that are tried may take one branch."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.data_dependent_output in func.tags:
-            raise NotVectorizableError("`self.backbone` reads numbers in tensors")
-        return func(*args, **(kwargs or {}))
 
 
 def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:

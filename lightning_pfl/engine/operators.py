@@ -25,6 +25,24 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
 
+class NumbersRead(OperatorMode):
+    """Notes whether Python reads numbers in tensors, by which it may choose what it does.
+
+    Attributes:
+        read: Whether it has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.read |= torch.Tag.data_dependent_output in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 _FUNCTIONS = dict(vars(F))
 """What ``torch.nn.functional`` holds when this package is imported."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pfl.core.recent import Recent
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.recording import KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
@@ -49,17 +50,14 @@ class Numbers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
+        self._known = Recent[Any, int](CONTEXTS)
         self.made = 0
 
     def __getitem__(self, key: Any) -> int:
-        number = self._known.pop(key, None)
-        if number is None:
-            number, self.made = self.made, self.made + 1
-            if len(self._known) >= CONTEXTS:
-                del self._known[next(iter(self._known))]
-        self._known[key] = number
-        return number
+        if key not in self._known:
+            self._known[key] = self.made
+            self.made += 1
+        return self._known[key]
 
 
 class Same:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pfl.engine import apart
 from lightning_pfl.engine.apart import evaluates_apart, stirred
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -212,9 +213,119 @@ def test_a_layer_of_a_users_is_tried_once_in_a_round_with_each_setting() -> None
     layer, found = module.backbone[-1], []
     for round, share in ((0, 0.0), (0, 0.0), (1, 0.0), (1, 0.5), (1, 0.0)):
         layer.share, before = share, Centres.called
-        apart = evaluates_apart(module, EngineSettings(), clients(), round)
-        found.append((apart, Centres.called > before))
+        now = evaluates_apart(module, EngineSettings(), clients(), round)
+        found.append((now, Centres.called > before))
     assert found == [(True, True), (True, False), (True, True), (False, True), (True, False)]
+
+
+class Plain(nn.Module):
+    """Computes with each sample alone; its code is known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Branches(Plain):
+    """Subtracts the mean where its weight is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.weight > 5 else x
+
+
+class Buffered(Plain):
+    """Subtracts a share of the mean, which is in a buffer."""
+
+    share: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.share * x.mean(0)
+
+
+class Held(Plain):
+    """Subtracts a share of the mean, which is in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.share * x.mean(0)
+
+
+class Always(Plain):
+    """Subtracts the mean; its code is known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("kind", [Plain, Always])
+def test_known_code_is_tried_in_one_round(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = make(kind).eval()
+    first = evaluates_apart(module, EngineSettings(), clients(), 0)
+    assert first == (kind is Plain)
+    monkeypatch.setattr(apart, "_try", lambda *_: pytest.fail("tried again"))
+    module.backbone[1].weight.data.mul_(2)
+    assert evaluates_apart(module, EngineSettings(), clients(), 1) == first
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Branches, "weight"), (Buffered, "share"), (Held, "share")]
+)
+def test_known_code_that_depends_on_numbers_in_tensors_is_tried_again(
+    kind: type[nn.Module], name: str
+) -> None:
+    module: Any = make(kind).eval()
+    found = []
+    for round, value in enumerate((0.0, 0.0, 9.0, 0.0)):
+        getattr(module.backbone[-1], name).data.fill_(value)
+        found.append(evaluates_apart(module, EngineSettings(), clients(), round))
+    assert found == [True, True, False, True]
+
+
+class Gated(Plain):
+    """Subtracts a share of the mean, which a negative weight hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(-torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.weight.relu() * x.mean(0)
+
+
+def test_what_other_weights_would_couple_counts_from_the_first_round_on() -> None:
+    module: Any = make(Gated).eval()
+    assert not evaluates_apart(module, EngineSettings(), clients(), 0)
+    module.backbone[-1].weight.data.fill_(1.0)
+    assert not evaluates_apart(module, EngineSettings(), clients(), 1)
+
+
+class Root(Plain):
+    """Takes the root of a weight, which has no negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sqrt()
+
+
+def test_weights_without_a_negative_are_tried_in_each_round() -> None:
+    module: Any = make(Root).eval()
+    assert evaluates_apart(module, EngineSettings(), clients(), 0)
+    assert apart._FOUND[module].popitem()[1] == (True, 0)
 
 
 def test_the_random_numbers_of_others_stay() -> None:

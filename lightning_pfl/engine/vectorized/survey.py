@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.recent import Recent
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
@@ -63,7 +64,7 @@ class Surveys:
 
     def __init__(self, parameter_split: ParameterSplit, settings: EngineSettings) -> None:
         self.parameter_split, self.settings = parameter_split, settings
-        self._found: dict[Any, Survey] = {}
+        self._found = Recent[Any, Survey](KEPT)
 
     def forget(self) -> None:
         """Try steps again, as their code may read more than the module's settings."""
@@ -85,8 +86,6 @@ class Surveys:
         if found is None:
             found = self._try(data, program)
             if found is not None:
-                if len(self._found) >= KEPT:
-                    self.forget()
                 self._found[key] = found
         return found or NOTHING_KNOWN
 
