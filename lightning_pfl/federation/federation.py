@@ -30,12 +30,12 @@ from lightning_pfl.federation.evaluate import (
     personal_models,
 )
 from lightning_pfl.federation.ranks import gather_evaluation
-from lightning_pfl.federation.state import FederationState
+from lightning_pfl.federation.saved_state import SavableState
 from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.methods.base import Phase
 
 
-class Federation(FederationState):
+class Federation(SavableState):
     """A federation with its public interface; ``trainer.strategy.federation``."""
 
     def __init__(self) -> None:
