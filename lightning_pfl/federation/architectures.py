@@ -31,7 +31,7 @@ from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.core.parameters import RUNNING_STATISTICS, ParameterSplit
-from lightning_pfl.core.tree import Tree, shapes
+from lightning_pfl.core.tree import Tree, rows, shapes
 from lightning_pfl.engine.base import StepOptions
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.client_states import ClientStateStore
@@ -260,6 +260,25 @@ def by_architecture(
         at = torch.isin(clients, architecture.clients).nonzero().flatten()
         if len(at):
             yield architecture, at
+
+
+def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
+    """Return one architecture's rows of a tree; views where there is only one architecture."""
+    return tree if isinstance(at, slice) else rows(tree, at)
+
+
+def merge_values(
+    parts: Sequence[tuple[slice | Tensor, Mapping[str, Tensor]]], count: int
+) -> dict[str, Tensor]:
+    """Merge logged values of several architectures, ``(count,)``; NaN where one has none."""
+    if len(parts) == 1 and isinstance(parts[0][0], slice):
+        return dict(parts[0][1])
+    found: dict[str, Tensor] = {}
+    for at, logged in parts:
+        for name, value in logged.items():
+            gap = torch.full((count,), torch.nan, dtype=value.dtype, device=value.device)
+            found.setdefault(name, gap)[at] = value
+    return found
 
 
 def one_architecture(

@@ -18,16 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.core.errors import CheckpointMismatchError
-from lightning_pfl.core.tree import (
-    Path,
-    Tree,
-    as_rows,
-    leaf_at,
-    leaves,
-    map_items,
-    named_leaves,
-    shapes,
-)
+from lightning_pfl.core.sums import as_rows
+from lightning_pfl.core.tree import Path, Tree, leaf_at, leaves, map_items, named_leaves, shapes
 
 FORMAT = 2
 """Version of the federation's part of a checkpoint; raised when older readers can't read it."""

@@ -19,15 +19,18 @@ from lightning_pfl.core.tree import (
     expand,
     merge,
     rows,
-    split_rows,
     tmap,
-    values,
 )
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.engine.optimizer import scheduled
-from lightning_pfl.federation.architectures import Architecture, naming_architecture
+from lightning_pfl.federation.architectures import (
+    Architecture,
+    merge_values,
+    naming_architecture,
+    split_rows,
+)
 from lightning_pfl.federation.gate import (
     Decisions,
     MaxNorm,
@@ -231,9 +234,9 @@ class Cohort:
         return LocalResult(
             merge([(at, work.uploads) for at, work in done], count),
             {},
-            values([(at, work.logs) for at, work in done], count),
+            merge_values([(at, work.logs) for at, work in done], count),
             {name: option for _, work in done for name, option in work.options.items()},
-            values([(at, {"": work.loss}) for at, work in done], count)[""],
+            merge_values([(at, {"": work.loss}) for at, work in done], count)[""],
         )
 
     def gather_uploads(self, work: LocalResult) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, LocalResult
+from lightning_pfl.core.sums import double_sqnorm
 from lightning_pfl.core.tree import (
     Model,
     Path,
     Tree,
-    double_sqnorm,
     finite,
     items,
     leaf_at,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
-from lightning_pfl.core.tree import Tree, as_rows, rows
+from lightning_pfl.core.sums import as_rows
+from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.federation.gate import changes
 from lightning_pfl.inspect.board import boards
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_integer, check_used
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, total_nbytes
+from lightning_pfl.core.sums import double_sum
+from lightning_pfl.core.tree import Model, Tree, select, tmap, total_nbytes
 from lightning_pfl.methods.base import (
     PER_CLUSTER,
     About,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec, picks
-from lightning_pfl.core.tree import Model, Tree, double_sqnorm, sub, weighted_mean
+from lightning_pfl.core.sums import double_sqnorm
+from lightning_pfl.core.tree import Model, Tree, sub, weighted_mean
 from lightning_pfl.priors.base import Prior
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Model, double_sum, tmap
+from lightning_pfl.core.sums import double_sum
+from lightning_pfl.core.tree import Model, tmap
 
 Labels = Tensor | Sequence[int]
 """A cluster per client: integers >= 0, compared by equality only."""

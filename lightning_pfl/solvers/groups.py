@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import as_rows
+from lightning_pfl.core.sums import as_rows
 
 
 def group_means(rows: Tensor, groups: int, key: int) -> tuple[Tensor, Tensor]:

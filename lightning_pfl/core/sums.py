@@ -1,0 +1,195 @@
+"""Sums over the rows of a tensor in double precision, some columns at a time.
+
+A row is a client's entries: tensors are ``(clients, ...)``. Neither the order of the clients nor
+which process has which of them changes a bit of :func:`mean_of_rows` and :func:`sum_above`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+DOUBLED = 2**17
+"""Number of entries that a sum on the CPU copies to double precision at once."""
+
+
+def as_rows(leaf: Tensor) -> Tensor:
+    """Flatten each client's entries to one row, ``(clients, dim)``; scalars too."""
+    return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
+
+
+def mean_of_rows(leaf: Tensor, weights: Tensor) -> Tensor:
+    """Average the rows of a leaf with the bits of :func:`sum_above`, rounded once to its dtype.
+
+    On a CPU a plain mean in double precision takes a third of the time, and is within a bound of
+    that of ``sum_above``. Where both ends of this interval round to the same number, so do both
+    means. The others are next to halfway between two numbers: hardly any, or as many as one in 20
+    of ten clients with equal weights, and a quarter of four, of which the plain mean isn't tried
+    any more. Two with equal weights need neither.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        weights: At least 0, ``(clients,)``; they sum to 1.
+
+    Returns:
+        The means, ``(...)``.
+    """
+    return _mean(as_rows(leaf), weights).view(leaf.shape[1:])
+
+
+def _mean(flat: Tensor, weights: Tensor) -> Tensor:
+    if flat.device.type == "cpu" and flat.dtype == torch.float32 and weights.tolist() == [0.5, 0.5]:
+        return _mean_of_two(flat)
+    wide = weights.to(flat.device, torch.float64)
+    mean, together = flat.new_empty(flat.shape[1]), _columns_at_once(flat)
+    tries = flat.device.type == "cpu" and flat.dtype != torch.float64
+    # Rounding of products and sums, and of the terms of `sum_above` to multiples of a spacing.
+    rounding = (8 * len(flat) + 16) * 2.0**-53 + abs(1 - float(wide.sum())) if tries else 0.0
+    doubts = []
+    for first in range(0, flat.shape[1], together):
+        rows, out = flat[:, first : first + together], mean[first : first + together]
+        if not tries:
+            out.copy_(_exact_mean(rows, wide))
+            continue
+        total = wide @ rows.double()
+        bound = rounding * max(abs(float(end)) for end in rows.aminmax())
+        torch.sub(total, bound, out=out)
+        # NaN, of which a bound would be anything, isn't equal to itself.
+        doubts.append((out != (total + bound).to(flat.dtype)).nonzero().flatten() + first)
+        tries = 8 * len(doubts[-1]) < len(out)
+    if any(map(len, doubts)):
+        doubtful = torch.cat(doubts)
+        mean[doubtful] = _exact_mean(flat.index_select(1, doubtful), wide)
+    return mean
+
+
+def _mean_of_two(flat: Tensor) -> Tensor:
+    """Average two rows of single precision that weigh the same.
+
+    Half of their sum in single precision is rounded once, as halves are exact, or else the sum is.
+    So is the mean of :func:`sum_above`: its 53 bits hold that of entries within a factor of 2^25
+    exactly, and a smaller entry doesn't take half of the other to halfway between two numbers.
+    """
+    # A sum begins with zero, so that there is no negative one in it either.
+    mean = flat.sum(0).mul_(0.5)
+    if not all(map(math.isfinite, mean.aminmax())):
+        beyond = mean.isfinite().logical_not_().nonzero().flatten()  # perhaps the sum alone
+        some = flat.index_select(1, beyond)
+        mean[beyond] = _exact_mean(some, torch.full((2,), 0.5, dtype=torch.float64))
+    return mean
+
+
+def _exact_mean(rows: Tensor, weights: Tensor) -> Tensor:
+    low, total = sum_above(rows, weights)
+    return (low.double() + total).to(rows.dtype)
+
+
+def sum_above(
+    leaf: Tensor, weights: Tensor, within: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum how far a leaf's rows are above the smallest entries, with weights that sum to 1.
+
+    Each term is rounded to a multiple of the spacing of doubles at the column's largest difference.
+    Sums of such multiples are exact, so that parts may be summed in any order and grouping: each
+    process can sum the rows that it has. The error is at most the number of clients times that
+    spacing, as for any sum in double precision.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        weights: At least 0, ``(clients,)``; with ``within`` those of some clients alone.
+        within: The smallest and the largest entries of all clients, ``(...)``; None: these are all.
+
+    Returns:
+        The smallest entries, ``(...)`` in the dtype of the leaf, and the sums, float64 ``(...)``.
+
+    References:
+        Rump, Ogita, Oishi. Accurate floating-point summation. SIAM J. Sci. Comput. 2008, section 3.
+    """
+    flat = as_rows(leaf)
+    wide = weights.to(flat.device, torch.float64).unsqueeze(1)
+    bounds = None if within is None else [bound.flatten() for bound in within]
+    lowest, total = flat.new_empty(flat.shape[1]), wide.new_empty(flat.shape[1])
+    together = _columns_at_once(flat)
+    # One buffer: a new one for each part costs as much as the arithmetic.
+    buffer = wide.new_empty(len(flat) * min(together, flat.shape[1]))
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = flat[:, at]
+        low, high = (some.amin(0), some.amax(0)) if bounds is None else [b[at] for b in bounds]
+        lowest[at] = low
+        terms = buffer[: some.numel()].view(some.shape).copy_(some)
+        terms.sub_(low).mul_(wide)
+        # Adding a power of two that is larger than any term, and subtracting it, rounds a term.
+        power = 2 * _power_of_two_below(high.double() - low)
+        total[at] = terms.add_(power).sub_(power).sum(0)
+    shape = leaf.shape[1:]
+    return lowest.view(shape), total.view(shape)
+
+
+def _power_of_two_below(numbers: Tensor) -> Tensor:
+    """Return the largest powers of two that aren't above numbers >= 0; 0 for those below 2^-1022.
+
+    Infinity and NaN give infinity.
+    """
+    exponents = numbers.view(torch.int64) & 0x7FF0000000000000
+    return exponents.view(torch.float64)
+
+
+def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> Tensor:
+    """Sum a leaf's rows with weights in double precision, some columns at a time.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        weights: ``(clients,)``, or ``(groups, clients)`` for several sums.
+        origin: What is subtracted from the rows first, ``(clients, ...)`` or ``(1, ...)``; None for
+            0.
+
+    Returns:
+        float64, ``(...)`` or ``(groups, ...)``.
+    """
+    weights = weights.to(leaf.device, torch.float64)
+    flat = as_rows(leaf)
+    start = None if origin is None else as_rows(origin).expand_as(flat)
+    together = _columns_at_once(flat)
+    total = weights.new_empty((*weights.shape[:-1], flat.shape[1]))
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = _doubled(flat, start, at)
+        total[..., at] = weights @ some
+    return total.view((*weights.shape[:-1], *leaf.shape[1:]))
+
+
+def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
+    """Compute the squared norm of each row, summed in double precision, float64 ``(clients,)``.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        origin: What is subtracted from the rows first, ``(clients, ...)``; None for 0. Differences
+            have the precision of the leaf, at least single.
+    """
+    flat = as_rows(leaf)
+    start = None if origin is None else as_rows(origin)
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    total = torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
+    together = _columns_at_once(flat)
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = flat[:, at] if start is None else flat[:, at].to(wide) - start[:, at]
+        # Reads single precision as double, where a copy would cost more than the sum.
+        total += torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square()
+    return total
+
+
+def _doubled(flat: Tensor, start: Tensor | None, at: slice) -> Tensor:
+    """Copy some columns to double precision, less those of ``start``."""
+    if start is None:
+        return flat[:, at].double()
+    return flat[:, at].to(torch.float64, copy=True).sub_(start[:, at])
+
+
+def _columns_at_once(flat: Tensor) -> int:
+    """Count the columns of rows ``(clients, dim)`` to copy to double precision at once."""
+    # A processor's cache is small, and launching a kernel takes time on a GPU.
+    return max(1, DOUBLED * (1 if flat.device.type == "cpu" else 64) // max(len(flat), 1))
