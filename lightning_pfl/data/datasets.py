@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from typing_extensions import Self
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.batch import Batch, batch_leaves, map_batch
 from lightning_pfl.data.loaders import as_loader, count_samples, loader_problem, resident_parts
+from lightning_pfl.data.positions import Positions, as_positions, not_here
 
 __all__ = [
     "Batch",
@@ -121,7 +122,7 @@ class FederatedTensorDataset:
         self.transform = transform
         self.augment = augment
         self.pool_size = _pool_size(fields)
-        rows = [_as_positions(row, client) for client, row in enumerate(indices)]
+        rows = [as_positions(row, client) for client, row in enumerate(indices)]
         self.names, self.named = _as_names(names, len(rows)), names is not None
         self.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
         self.held: Tensor | None = None
@@ -227,7 +228,7 @@ class FederatedTensorDataset:
 
     def _require_here(self, clients: Tensor) -> None:
         if self.held is not None and len(away := clients[~self.held[clients]]):
-            raise _not_here(self.names[int(away[0])])
+            raise not_here(self.names[int(away[0])])
 
     def subset(self, clients: Iterable[int]) -> Self:
         """Return the dataset of some clients, in the given order, over the same pool.
@@ -511,50 +512,6 @@ def label_counts(dataset: FederatedDataset) -> Tensor | None:
     return torch.bincount(flat, minlength=dataset.num_clients * classes).view(-1, classes)
 
 
-class Positions(Sequence[Tensor]):
-    """Positions of each client's samples: views into one flat tensor, made when they are asked for.
-
-    A tensor takes 600 bytes besides its numbers, and 100,000 clients have few of these.
-
-    Args:
-        flat: The positions of all clients, int64 ``(positions,)``.
-        sizes: Their number for each client, int64 ``(clients,)``.
-        names: The clients' names.
-        held: Which clients' samples are here, bool ``(clients,)``; None for all.
-    """
-
-    def __init__(
-        self, flat: Tensor, sizes: Tensor, names: Sequence[str], held: Tensor | None = None
-    ) -> None:
-        self._flat, self._names = flat, names
-        self._held = None if held is None else held.numpy()
-        self._bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).numpy()
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
-        """Return the positions of one client, or of several ones."""
-        if isinstance(index, slice):
-            return tuple(self[client] for client in range(*index.indices(len(self))))
-        client = range(len(self))[index]
-        if self._held is not None and not self._held[client]:
-            raise _not_here(self._names[client])
-        return self._flat[int(self._bounds[client]) : int(self._bounds[client + 1])]
-
-
-def _not_here(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"Expected samples of a client of this process, but got client {name!r}, whose samples "
-        "another process has. Call `personal_models(federation, clients)` in all processes, or use "
-        "split_data=False, with which every process has all samples."
-    )
-
-
 def _pool_size(fields: Batch) -> int:
     sizes = {tuple(leaf.shape[:1]) for leaf in batch_leaves(fields)}
     if len(sizes) != 1 or sizes == {()}:
@@ -564,25 +521,6 @@ def _pool_size(fields: Batch) -> int:
             "Stack one row per sample in every field."
         )
     return int(sizes.pop()[0])
-
-
-def _as_positions(row: Any, client: int) -> Tensor:
-    try:
-        positions = torch.as_tensor(row)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"Expected `indices` to be one 1-d integer tensor per client, but client {client} got "
-            f"{row!r}. Give the positions of the client's samples."
-        ) from error
-    if positions.numel() == 0:
-        return positions.new_empty(0, dtype=torch.long)
-    if positions.is_floating_point() or positions.dtype == torch.bool or positions.ndim != 1:
-        raise TypeError(
-            "Expected `indices` to be one 1-d integer tensor per client, but client "
-            f"{client} has dtype {positions.dtype} and shape {tuple(positions.shape)}. "
-            "Give the positions of the client's samples (for a mask: mask.nonzero()[:, 0])."
-        )
-    return positions.long()
 
 
 def _as_names(names: Sequence[str] | None, num_clients: int) -> tuple[str, ...]:

@@ -130,17 +130,6 @@ def test_no_clients_at_all() -> None:
     assert (data.num_clients, [*data.indices], data.num_samples.tolist()) == (0, [], [])
 
 
-def test_positions_are_a_sequence_of_views() -> None:
-    rows = [[1, 4, 6], [], [0], [7, 2]]
-    indices = FederatedTensorDataset((X, Y), rows).indices
-    assert [row.tolist() for row in indices] == rows
-    assert [row.tolist() for row in indices[1:3]] == rows[1:3]
-    assert indices[-1].tolist() == rows[-1]
-    with pytest.raises(IndexError):
-        indices[4]
-    assert indices[0].data_ptr() == indices[0].data_ptr()
-
-
 LABELS = torch.tensor([2, 0, 0, 3, 0, 1, 2, 0])
 
 
