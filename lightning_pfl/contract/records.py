@@ -275,7 +275,10 @@ class OnClients(Protocol):
     """
 
     def __call__(self, positions: list[int], losses: Tensor | None = None) -> bool | None:
-        """Take note of the clients; return False if this has run no code of a user's."""
+        """Take note of the clients; return False if this has run no code of a user's.
+
+        Before such code, call :func:`~lightning_pfl.core.randomness.put_generators_back`.
+        """
 
 
 def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:

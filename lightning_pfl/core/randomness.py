@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,52 @@ def _devices() -> range:
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
+class _Others:
+    """Python's and NumPy's global generators, which blocks of :func:`seeded` may share.
+
+    Attributes:
+        shared: Whether they do.
+        states: What the states were, once such a block has begun.
+    """
+
+    shared = False
+    states: Any = None
+
+
+def _states_of_others() -> Any:
+    return random.getstate(), np.random.get_state()
+
+
+def _restore_others(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+@contextmanager
+def restoring_once() -> Iterator[None]:
+    """Restore Python's and NumPy's global generators once for many blocks of :func:`seeded`.
+
+    To save and restore them takes longer than to read a minibatch. Inside a ``with`` block users'
+    code runs in blocks of :func:`seeded` alone, or after :func:`put_generators_back`.
+    """
+    if _Others.shared:
+        yield
+        return
+    _Others.shared = True
+    try:
+        yield
+    finally:
+        put_generators_back()
+        _Others.shared = False
+
+
+def put_generators_back() -> None:
+    """Restore what a block of :func:`restoring_once` has left for its end, before users' code."""
+    states, _Others.states = _Others.states, None
+    if states is not None:
+        _restore_others(states)
+
+
 @contextmanager
 def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
     """Seed torch's global generators inside a ``with`` block, and restore their state after it.
@@ -85,7 +132,11 @@ def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
     """
     devices = _devices()
     states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    others = (random.getstate(), np.random.get_state()) if everything else None
+    others = None
+    if everything and not _Others.shared:
+        others = _states_of_others()
+    elif everything and _Others.states is None:
+        _Others.states = _states_of_others()
     if key is not None:
         seed_torch(key)
     if everything and key is not None:
@@ -98,5 +149,4 @@ def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
         for device, state in zip(devices, states[1], strict=True):
             torch.cuda.set_rng_state(state, device)
         if others is not None:
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+            _restore_others(others)

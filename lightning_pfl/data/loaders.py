@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,15 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+_NO_GENERATORS = (int, float, bool, str, type(None), list, dict, FunctionType)
+
+
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
     """Seed the torch, NumPy and Python generators of a loader and its samplers by a key."""
     for owner in _samplers(loader):
         for attribute in list(getattr(owner, "__dict__", {}).values()):
+            if type(attribute) in _NO_GENERATORS:  # torch's generators are slow to ask for
+                continue
             if isinstance(attribute, torch.Generator):
                 attribute.manual_seed(key)
             elif isinstance(attribute, np.random.Generator):

@@ -25,6 +25,7 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.randomness import restoring_once
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine import kernels
@@ -221,6 +222,11 @@ class SequentialEngine:
         user's method may write to weights. Whether recordings have been stopped doesn't matter, as
         a resumed run doesn't know of it.
         """
+        return self.runs_known_code
+
+    @property
+    def runs_known_code(self) -> bool:
+        """Whether nothing of a user's runs in training but steps whose code is known."""
         return self.checks.known and self.settings.batch_hooks is None and self.loop is None
 
     @property
@@ -359,6 +365,7 @@ class SequentialEngine:
                 before = None if kept is None else kept.get(phase.name, {})
                 steps = () if active.idle else minibatches
                 with (
+                    restoring_once() if self.runs_known_code else nullcontext(),
                     self._leaving_no_trace(phase) if whole is None else nullcontext(),
                     local_step.keeping(before) as after,
                     local_step.in_loop(minibatches.per_epoch, after),

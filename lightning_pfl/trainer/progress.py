@@ -9,6 +9,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_pfl._lightning import ClientHooks, close_step, open_step
+from lightning_pfl.core.randomness import put_generators_back
 from lightning_pfl.federation.ranks import Ranks
 
 
@@ -100,9 +101,12 @@ class ClientProgress:
 
     def finished(self, positions: list[int], losses: Tensor | None = None) -> bool:
         """Fire the hooks of clients that an engine has finished; whether there are any."""
+        hooked = self.live and bool(self.start or self.end)
+        if hooked:
+            put_generators_back()
         if self.live:
             self._take(positions, losses)
-        return self.live and bool(self.start or self.end)
+        return hooked
 
     def finish(self, losses: Tensor | None = None) -> None:
         """Fire the hooks of clients that the engine didn't report.

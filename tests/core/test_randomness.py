@@ -15,6 +15,8 @@ from lightning_pfl.core.randomness import (
     first_of_permutation,
     generator,
     permutation,
+    put_generators_back,
+    restoring_once,
     seeded,
 )
 
@@ -117,3 +119,62 @@ def test_seeded_leaves_other_generators_alone_unless_asked() -> None:
     with seeded(7):
         first = random.random()
     assert [first, random.random()] == expected
+
+
+def _draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.randn())
+
+
+def _seed_all() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    _draws()  # half of a pair of normal numbers is left
+
+
+def test_blocks_that_are_restored_once_draw_the_same_and_leave_no_trace() -> None:
+    _seed_all()
+    undisturbed = _draws()
+    alone = []
+    for key in (7, 8):
+        with seeded(key, everything=True):
+            alone.append(_draws())
+    _seed_all()
+    with restoring_once():
+        for key, expected in zip((7, 8), alone, strict=True):
+            with restoring_once(), seeded(key, everything=True):
+                assert _draws() == expected
+    assert _draws() == undisturbed
+
+
+def test_code_of_users_between_blocks_draws_on_from_where_it_was() -> None:
+    _seed_all()
+    undisturbed = [_draws() for _ in range(3)]
+    _seed_all()
+    with restoring_once():
+        for expected in undisturbed:
+            with seeded(7, everything=True):
+                _draws()
+            put_generators_back()
+            assert _draws() == expected
+
+
+def test_an_error_in_blocks_that_are_restored_once_leaves_no_trace() -> None:
+    _seed_all()
+    undisturbed = _draws()
+    _seed_all()
+
+    def fail() -> None:
+        with restoring_once(), seeded(7, everything=True):
+            _draws()
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert _draws() == undisturbed
+    with seeded(7, everything=True):  # which restores by itself again
+        _draws()
+    _seed_all()
+    with seeded(7, everything=True):
+        _draws()
+    assert _draws() == undisturbed

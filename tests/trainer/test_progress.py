@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_pfl.data import FederatedLoaders
+from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing import fit
 from lightning_pfl.trainer.progress import ClientBatch, ClientOutputs
 from tests.trainer.setting import Quadratic, points, trainer
 
@@ -50,3 +58,83 @@ def test_a_batch_is_the_clients_id() -> None:
 def test_other_outputs_are_named() -> None:
     with pytest.raises(KeyError, match="Expected the key 'loss', but got 'preds'"):
         ClientOutputs(loss=torch.zeros(()))["preds"]
+
+
+class Noisy(Dataset[Any]):
+    """Numbers that a transform has changed at random."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        value = position + random.random() + float(np.random.randn())
+        return {"x": torch.tensor([value])}
+
+
+class Line(L.LightningModule):
+    """A module whose code is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.line(batch["x"]), torch.ones_like(batch["x"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.line(batch["x"]), torch.ones_like(batch["x"])))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Listing(Line):
+    """One whose code isn't, and which draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(random.random())
+        return super().training_step(batch, batch_idx) + float(np.random.rand())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(random.random())
+        self.log("val_loss", torch.tensor(float(np.random.randn())))
+
+
+class Drawing(L.Callback):
+    """Draws whenever a client is done."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, float]] = []
+
+    def on_fit_start(self, *_: Any) -> None:
+        random.seed(3)
+        np.random.seed(3)
+
+    def draw(self) -> None:
+        self.drawn.append((random.random(), float(np.random.randn())))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.draw()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.draw()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.draw()
+
+
+@pytest.mark.parametrize("make", [Line, Listing])
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_hooks_draw_numbers_of_their_own(engine: str, make: Any) -> None:
+    """Whatever a data set or a step has drawn for the client before."""
+    callback, rounds, clients = Drawing(), 3, 3
+    data = FederatedLoaders([DataLoader(Noisy(), batch_size=2) for _ in range(clients)])
+    fit(FedAvg(), data, make(), rounds, engine, val_data=data, callbacks=[callback])
+    python, numpy = random.Random(3), np.random.RandomState(3)
+    expected = [(python.random(), float(numpy.randn())) for _ in callback.drawn]
+    assert callback.drawn == expected
+    assert len(expected) == 3 * rounds * clients

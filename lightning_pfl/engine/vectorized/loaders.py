@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.randomness import restoring_once
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.minibatches import fetch
@@ -57,9 +58,10 @@ class LoaderBatches:
             along: As of resident ones; here nobody goes along.
         """
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
-        for row in active_rows(self.steps, step):
-            batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
-            groups.setdefault(tuple(map(signature, batches)), []).append((row, batches))
+        with restoring_once():
+            for row in active_rows(self.steps, step):
+                batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
+                groups.setdefault(tuple(map(signature, batches)), []).append((row, batches))
         for members in groups.values():
             rows = torch.tensor([row for row, _ in members])
             number = step * self.step_size
