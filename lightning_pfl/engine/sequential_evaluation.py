@@ -15,18 +15,18 @@ from torchmetrics import Metric
 from lightning_pfl.contract.records import Evaluation, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import is_mixed
-from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.randomness import derive, put_generators_back, restoring_once, seeded
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values, tensors_in
+from lightning_pfl.engine.logs import ClientLogs, computed_metrics, tensors_in
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
 from lightning_pfl.engine.safety.snapshot import (
     Snapshot,
     changed,
@@ -57,6 +57,67 @@ class _Step:
     program: ClientProgram | None = None
 
 
+class _Results:
+    """Values that clients' steps log, which are added up for all clients at once.
+
+    Args:
+        clients: How many there are.
+        settings: The Trainer's flags.
+        program: The step, with the ways in which it logs.
+
+    Attributes:
+        counts: Samples of each client.
+        logs: Takes what is added up at once.
+    """
+
+    def __init__(self, clients: int, settings: EngineSettings, program: ClientProgram) -> None:
+        self.device, self._log = settings.device, program.log
+        self.counts = torch.zeros(clients, dtype=torch.int64)
+        self.logs = ClientLogs(clients, settings.device)
+        # By the minibatch's number and how it logs, so that all clients' values are added at once.
+        self._found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
+        self._computed: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def numbers(self, logged: dict[str, Any]) -> Tensor | None:
+        """Return the tensors that a step logs as one of its own; None for none."""
+        values = list(tensors_in(logged).values())
+        if not values:
+            return None
+        return torch.stack([value.to(self.device, torch.float64) for value in values])
+
+    def add(self, row: int, number: int, size: int, values: Tensor | None, way: int) -> None:
+        """Add a minibatch.
+
+        Args:
+            row: The client's row.
+            number: The minibatch's number.
+            size: Its samples.
+            values: As of :meth:`numbers`.
+            way: How they are logged.
+        """
+        self.counts[row] += size
+        if values is not None:
+            self._found.setdefault((number, way), []).append((row, size, values))
+
+    def add_computed(self, row: int, values: dict[str, Tensor]) -> None:
+        """Add the values ``(1,)`` of a client's torchmetrics objects."""
+        for name, value in values.items():
+            self._computed.setdefault(name, []).append((row, value))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the values of all clients, float64 ``(clients,)``."""
+        for (_, way), results in sorted(self._found.items()):
+            rows, sizes, values = zip(*results, strict=True)
+            reductions = self._log.reductions_of(way)
+            named = zip(reductions, torch.stack(values).unbind(1), strict=True)
+            self.logs.add(dict(named), torch.tensor(sizes), torch.tensor(rows), reductions)
+        for name, each in self._computed.items():
+            some = torch.tensor([row for row, _ in each])
+            joined = torch.cat([value for _, value in each])
+            self.logs.add({name: joined}, torch.ones(len(each)), some)
+        return self.logs.compute()
+
+
 class SequentialEvaluation:
     """Runs evaluation steps.
 
@@ -69,7 +130,7 @@ class SequentialEvaluation:
 
     Attributes:
         draws_elsewhere: Whether a step of the last evaluation used Python's or NumPy's global
-            generator.
+            generator, or of the first one by such a step, where that isn't watched any more.
     """
 
     def __init__(
@@ -77,6 +138,7 @@ class SequentialEvaluation:
     ) -> None:
         self.module, self.settings, self.record, self.quiet = module, settings, record, quiet
         self.draws_elsewhere = False
+        self._elsewhere: dict[str, bool] = {}
         self._noted = NotedMetrics(module)
         self._steps: dict[str, _Step] = {}
 
@@ -170,20 +232,17 @@ class SequentialEvaluation:
                 program.log.calls, given = self._noted.taken(logged), self._noted.given()
             else:
                 metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
-            return self._numbers(logged), given, metrics, program.log.way()
+            return results.numbers(logged), given, metrics, program.log.way()
 
         traces.enter(settings())
-        logs = ClientLogs(len(work.clients), self.settings.device)
-        counts = torch.zeros(len(work.clients), dtype=torch.int64)
-        # By the minibatch's number and how it logs, so that all clients' values are added at once.
-        found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
-        computed: dict[str, list[tuple[int, Tensor]]] = {}
+        results = _Results(len(work.clients), self.settings, program)
 
         def given(row: int) -> Given:
             return Given({name: leaf[row] for name, leaf in work.models.items()})
 
         shared = given(0) if work.is_of_one_model and len(work.clients) else None
-        with torch.no_grad(), program.capturing():
+        sharing = restoring_once() if known else nullcontext()
+        with sharing, torch.no_grad(), program.capturing():
             for row, client in enumerate(work.clients.tolist()):
                 model, metrics = shared or given(row), dict[str, Metric]()
                 for number, batch in evaluation_minibatches(
@@ -199,36 +258,18 @@ class SequentialEvaluation:
                         program.log.replayed(way)
                         if program.log.calls is not None:
                             own, objects = made(program.log.calls, given_to, self.module)
-                            logs.add(own, size, torch.tensor([row]), program.log.reductions)
+                            at = torch.tensor([row])
+                            results.logs.add(own, size, at, program.log.reductions)
                     metrics |= objects
-                    counts[row] += size
-                    if values is not None:
-                        found.setdefault((number, way), []).append((row, size, values))
+                    results.add(row, number, size, values, way)
                 if metrics:
                     with naming_clients(work.step, work.data.names, [client], work.round):
-                        for name, value in computed_metrics(metrics).items():
-                            computed.setdefault(name, []).append((row, value))
+                        results.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None and on_clients([row]) is not False:
                     checks.look_after_hooks(traces)
                     traces.enter(settings())
-        for (_, way), results in sorted(found.items()):
-            rows, sizes, values = zip(*results, strict=True)
-            reductions = program.log.reductions_of(way)
-            named = zip(reductions, torch.stack(values).unbind(1), strict=True)
-            logs.add(dict(named), torch.tensor(sizes), torch.tensor(rows), reductions)
-        for name, each in computed.items():
-            some = torch.tensor([row for row, _ in each])
-            logs.add({name: torch.cat([value for _, value in each])}, torch.ones(len(each)), some)
         # Nothing is predicted here.
-        return Evaluation(logs.compute(), counts, dict(program.log.options))
-
-    def _numbers(self, logged: dict[str, Any]) -> Tensor | None:
-        """Return the tensors that a step logs as one of its own; None for none."""
-        values = list(tensors_in(logged).values())
-        if not values:
-            return None
-        device = self.settings.device
-        return torch.stack([value.to(device, torch.float64) for value in values])
+        return Evaluation(results.compute(), results.counts, dict(program.log.options))
 
     def _program(self, work: EvaluationWork, step: _Step) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
@@ -257,12 +298,13 @@ class SequentialEvaluation:
         """
         clients, data, name = work.clients, work.data, work.step
         program = self._program(work, step)
-        logs = ClientLogs(len(clients), self.settings.device)
-        counts = torch.zeros(len(clients), dtype=torch.int64)
+        results = _Results(len(clients), self.settings, program)
         predicts = range(len(clients)) if name == "predict_step" else ()
         predictions: list[list[Any]] = [[] for _ in predicts]
         limits = Limits(1, work.limit)
-        self.draws_elsewhere = moved = False
+        # Later only where a step may be found to draw that was taken for one that doesn't.
+        watched = name not in self.quiet or (step.checks.recordable and self.quiet[name])
+        elsewhere, moved = not watched and self._elsewhere.get(name, False), False
         # Where steps write to attributes, they differ from their recordings.
         others = not step.checks.known  # than what its code is known to write to
         before = None if name in self.quiet else snapshot(self.module, others)
@@ -270,37 +312,41 @@ class SequentialEvaluation:
         def writes(before: Snapshot) -> bool:
             return changed(self.module, before, others) is not None
 
-        with torch.no_grad(), program.capturing():
+        def drawing(client: int, number: int) -> AbstractContextManager[Elsewhere | None]:
+            key = derive(self.settings.seed, name, client, number)
+            return watch_global_rng(key) if watched else seeded(key, everything=True)
+
+        with restoring_once(), torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
                 metrics: dict[str, Metric] = {}
-                at = torch.tensor([row])
                 minibatches = evaluation_minibatches(data, client, limits, self.settings)
                 for number, batch in minibatches:
-                    size = torch.tensor([batch_length(batch)])
+                    size = batch_length(batch)
                     with (
-                        watch_global_rng(
-                            derive(self.settings.seed, name, client, number)
-                        ) as elsewhere,
+                        drawing(client, number) as found,
                         naming_clients(name, data.names, [client], work.round),
                     ):
                         out, logged = program.evaluation_step(model, name, batch, number)
-                    self.draws_elsewhere |= elsewhere.moved
-                    moved |= elsewhere.moved or elsewhere.moved_torch
-                    counts[row] += size[0]
+                    if found is not None:
+                        elsewhere |= found.moved
+                        moved |= found.moved or found.moved_torch
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-                    logs.add(plain_values(logged), size, at, program.log.reductions)
+                    results.add(row, number, size, results.numbers(logged), program.log.way())
                     if name == "predict_step":
                         predictions[row].append(
                             apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
                         )
-                with naming_clients(name, data.names, [client], work.round):
-                    logs.add(computed_metrics(metrics), torch.ones(1), at)
+                if metrics:
+                    put_generators_back()
+                    with naming_clients(name, data.names, [client], work.round):
+                        results.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None:
                     moved |= before is not None and writes(before)
                     hooked = on_clients([row]) is not False
                     again = hooked and before is not None
                     before = snapshot(self.module, others) if again else None
         moved |= before is not None and writes(before)
+        self.draws_elsewhere = self._elsewhere[name] = elsewhere
         options = dict(program.log.options)
-        return Evaluation(logs.compute(), counts, options, predictions), moved
+        return Evaluation(results.compute(), results.counts, options, predictions), moved

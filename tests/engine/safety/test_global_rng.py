@@ -108,6 +108,19 @@ class TestDraws:
             evaluate(draw, [0, 1], "validation_step", seed=1).values["drawn"], values
         )
 
+    def test_later_evaluations_draw_the_same(self, draw: Any) -> None:
+        module = Drawing(draw)
+        engine = SequentialEngine(module, ParameterSplit(module), EngineSettings())
+        models = {"w": torch.zeros(2, dtype=torch.float64)}
+        found = []
+        for _ in range(3):
+            disturb()
+            work = EvaluationWork(models, torch.tensor([0, 1]), data(), "validation_step")
+            found.append(engine.evaluate(work).values["drawn"])
+            assert engine.draws_elsewhere
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
     def test_prediction_depends_on_the_client_alone(self, draw: Any) -> None:
         both = evaluate(draw, [0, 1], "predict_step").predictions
         assert [len(outputs) for outputs in both] == [2, 4]
