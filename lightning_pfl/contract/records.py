@@ -138,7 +138,7 @@ class Round:
         return torch.tensor([k not in self.rejected for k in self.info.index.tolist()])
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogOptions:
     """The options of a logged value that matter after averaging over clients.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.whole_steps import WholeSteps
 
+ROWS = 8
+"""Minibatches whose keys are made at once, as small tensors cost a call of torch each."""
+Source = Literal["nothing", "names", "keys", "seeds"]
+"""What steps of a client get to draw from: nothing, keys for random functions that are found by
+their names, keys for all random functions, or these and global generators that are seeded for each
+minibatch. But for the last, whoever takes the steps has to notice if one uses a generator."""
+
 
 class ClientRandomness:
     """Gives random functions of a client's steps their keys, and notes whether steps draw.
@@ -25,11 +33,14 @@ class ClientRandomness:
         program: The user's step as a function.
         whole: Recordings of whole steps, whose replays seed the generators themselves.
         work: The client's work.
-        keyed: Whether random functions of a step get the client's keys.
+        source: What steps get to draw from.
         known: Whether the code of the module's step is known.
 
     Attributes:
-        drew: Whether a keyed step has drawn random numbers; None before the first one.
+        keyed: Whether random functions of a step get the client's keys.
+        drew: Whether a step has drawn random numbers, while generators are seeded; None before the
+            first one.
+        moved: Whether one of these has used a global generator.
         draws_elsewhere: Whether the last step used Python's or NumPy's global generator; None
             before the first one.
     """
@@ -40,14 +51,16 @@ class ClientRandomness:
         program: ClientProgram,
         whole: WholeSteps,
         work: LocalWork,
-        keyed: bool,
+        source: Source,
         known: bool,
     ) -> None:
         self.settings, self.program, self.whole = settings, program, whole
-        self.keyed, self.known = keyed, known
+        self.source, self.keyed, self.known = source, source != "nothing", known
         self.drew: bool | None = None
+        self.moved = False
         self.draws_elsewhere: bool | None = None
         self._phase = 0
+        self._rows: dict[int, tuple[list[int], Sequence[Tensor]]] = {}
         self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         # Of a whole step: by the minibatch's number its key, on the host and among the arguments.
         self._whole_keys: dict[int, tuple[int, Tensor]] = {}
@@ -64,22 +77,31 @@ class ClientRandomness:
     def begin(self, phase: int) -> None:
         """Begin a phase, by its number."""
         self._phase = phase
+        self._rows.clear()
 
-    def key(self, number: int) -> tuple[int, Tensor]:
-        """Return the key of a minibatch or a step, on the host and on the device."""
-        key = mix_number(self._first + number)
-        return key, torch.tensor(key).to(self.settings.device, non_blocking=True)
+    def key(self, number: int) -> Tensor:
+        """Return the key of a step on the device, ``(1,)``."""
+        return self._key(number)[1][:1]
+
+    def _key(self, number: int) -> tuple[int, Tensor]:
+        """Return a minibatch's key on the host, and on the device for draws."""
+        block, within = divmod(number, ROWS)
+        if block not in self._rows:
+            self._rows = {block: self._made(range(block * ROWS, (block + 1) * ROWS))}
+        seeds, rows = self._rows[block]
+        return seeds[within], rows[within]
+
+    def _made(self, numbers: range) -> tuple[list[int], Sequence[Tensor]]:
+        seeds = [mix_number(self._first + number) for number in numbers]
+        keys = torch.tensor(seeds, dtype=torch.int64).to(self.settings.device, non_blocking=True)
+        return seeds, with_starts(keys).unbind()
 
     def keys(self, count: int) -> tuple[list[int], Sequence[Tensor]]:
         """Return the keys of a phase's minibatches on the host, and on the device for draws.
 
         Without keys both are empty.
         """
-        if not self.keyed:
-            return [], ()
-        seeds = [mix_number(self._first + number) for number in range(count)]
-        keys = torch.tensor(seeds, dtype=torch.int64).to(self.settings.device, non_blocking=True)
-        return seeds, with_starts(keys).unbind()
+        return self._made(range(count)) if self.keyed else ([], ())
 
     def around_whole_steps(self) -> AbstractContextManager[None]:
         """Restore the global generators behind the whole steps of a phase, which seed them."""
@@ -100,6 +122,10 @@ class ClientRandomness:
         """Start a step, of which it isn't known yet whether it draws elsewhere."""
         self.draws_elsewhere = False
 
+    def replacing(self) -> AbstractContextManager[None]:
+        """Replace random functions inside a ``with`` block, if their names are all that counts."""
+        return self.program.drawing_by_name() if self.source == "names" else nullcontext()
+
     @contextmanager
     def of(self, number: int, plain: bool = False) -> Iterator[Tensor | None]:
         """Yield a minibatch's key for random functions, and seed the global generators by it.
@@ -116,11 +142,15 @@ class ClientRandomness:
             self.whole.seed(key, seed)
             yield key
             return
-        seed, key = self.key(number)
+        seed, key = self._key(number)
+        if self.source != "seeds":
+            yield key
+            return
         plain = plain and self.program.augment is None and self.program.hooks is None
         torch_alone = plain and self.known
         with watch_global_rng(seed & (2**63 - 1), torch_alone) as found:
             yield key
         self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved
-        drew = bool(self.program.random_calls) or found.moved or found.moved_torch
-        self.drew = bool(self.drew) or drew
+        moved = found.moved or found.moved_torch
+        self.moved |= moved
+        self.drew = bool(self.drew) or bool(self.program.random_calls) or moved

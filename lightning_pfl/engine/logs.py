@@ -8,7 +8,6 @@ kinds of value in a step is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -158,17 +157,17 @@ class LogCapture:
     def way(self) -> int:
         """Number the way in which the last step logged its values, for when it is replayed."""
         names = dict.fromkeys(self._logged)
-        how = ((self.reductions[name], astuple(self.options[name])) for name in names)
+        how = ((self.reductions[name], self.options[name]) for name in names)
         way = tuple(zip(names, how, strict=True)), frozenset(self._apart), self.calls
         return self._ways.setdefault(way, len(self._ways))
 
-    def replayed(self, way: int) -> None:
-        """Take note that a step was replayed, which logs its values in this way."""
-        if way == self._way:
+    def replayed(self, way: int | None) -> None:
+        """Take note that a step was replayed, which logs its values in this way; None for none."""
+        if way is None or way == self._way:
             return
         named, _, self.calls = list(self._ways)[way]
         for name, (reduction, options) in named:
-            self.reductions[name], self.options[name] = reduction, LogOptions(*options)
+            self.reductions[name], self.options[name] = reduction, options
         self._way = way
 
     def reductions_of(self, way: int) -> dict[str, Reduction]:

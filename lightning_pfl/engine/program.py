@@ -22,6 +22,7 @@ from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.active_phase import is_sample_wise
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
+from lightning_pfl.engine.keyed.names import NamedRandomness, replaced_names
 from lightning_pfl.engine.logs import LogCapture, Reduction
 from lightning_pfl.engine.terms import Term
 from lightning_pfl.engine.watching import Seen, in_mode, replaced, watching
@@ -63,6 +64,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+Randomness = KeyedRandomness | NamedRandomness
+"""Gives random functions of a step their numbers."""
 Slot = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: the dict of its owner, and the key."""
 
@@ -108,6 +111,7 @@ class ClientProgram:
         self.dataloader_idx: int | None = None
         self.random_calls = self.gradients = 0
         self.sample_wise = is_sample_wise(module)
+        self._keyed: type[Randomness] = KeyedRandomness
         self._slots = _slots(module)
         self._buffers = frozenset(name for name, _ in module.named_buffers())
 
@@ -131,6 +135,19 @@ class ClientProgram:
             yield
         finally:
             self.augment = augment
+
+    @contextmanager
+    def drawing_by_name(self) -> Iterator[None]:
+        """Give keys to random functions by their names alone inside a ``with`` block.
+
+        Others draw from torch's generators, which the caller has to notice.
+        """
+        self._keyed = NamedRandomness
+        try:
+            with replaced_names():
+                yield
+        finally:
+            self._keyed = KeyedRandomness
 
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the module with its parameters and buffers replaced by ``model``."""
@@ -180,7 +197,7 @@ class ClientProgram:
         return next(iter(model.values())).device.type
 
     def _randomness(self, key: Tensor | None) -> Any:
-        return nullcontext() if key is None else KeyedRandomness(key)
+        return nullcontext() if key is None else self._keyed(key)
 
     def prepared(self, batch: Any, augmented: bool = True) -> Any:
         """Return one client's minibatch as the module gets it."""
@@ -238,7 +255,7 @@ class ClientProgram:
         return loss, self.log.take()
 
     def _backward(
-        self, loss: Tensor, backward: Callable[[Tensor], None], mode: KeyedRandomness | None
+        self, loss: Tensor, backward: Callable[[Tensor], None], mode: Randomness | None
     ) -> None:
         closed = mode.closing() if mode is not None else nullcontext()
         full = torch.autocast(loss.device.type, enabled=False) if self.autocast else nullcontext()

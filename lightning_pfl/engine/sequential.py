@@ -40,6 +40,7 @@ from lightning_pfl.engine.base import (
     end,
 )
 from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
@@ -52,7 +53,13 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import changed, has_generators, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import (
+    Snapshot,
+    changed,
+    has_generators,
+    restore,
+    snapshot,
+)
 from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.sequential_local import SequentialLocalStep, take_step
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
@@ -74,6 +81,7 @@ class SequentialEngine:
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
             first one.
+        generators: Whether one has drawn from a global generator so far; likewise.
         quiet: Steps of evaluations so far, and whether they have never drawn, nor, the first time,
             written to an attribute of the module.
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
@@ -108,6 +116,7 @@ class SequentialEngine:
         self.quiet: dict[str, bool] = {}
         self._evaluation = SequentialEvaluation(module, settings, record, self.quiet)
         self.deterministic: bool | None = None
+        self.generators: bool | None = None
         self.draws_elsewhere = False
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
@@ -122,9 +131,10 @@ class SequentialEngine:
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`.
 
-        To intercept random functions costs as much as a small step, so clients train without it
-        where no step has drawn so far. A client whose steps draw after all is trained once more,
-        with keyed random functions.
+        To intercept all random functions and to seed all generators costs as much as a small step.
+        So the first client shows what its steps draw from, and later ones get that alone: nothing,
+        or keys. A client whose steps use a generator after all is trained once more, with
+        everything.
         """
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin_round(check)
@@ -135,35 +145,21 @@ class SequentialEngine:
         self._active.clear()
         results: list[LocalResult] = []
         self._memory.begin_round()
-        metrics = self._noted if self.checks.calls_metrics else None
         # What generators of the module's own draw leaves no trace in the global ones.
         own = has_generators(self.module)
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
 
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
-            keyed = not self.deterministic or self.loop is not None or own
-            if not keyed:
-                # Replayed steps and layers of torch don't write to other attributes.
-                quiet = self.records_now or self.checks.known
-                before = {} if quiet else snapshot(self.module)
-                states = [] if metrics is None else metrics.states()
-                with watch_global_rng(None, self.checks.known) as found:
-                    result = self._client(one, self._local_step(one, keyed=False))
-                if found.moved or found.moved_torch:
-                    if before:
-                        restore(self.module, before)
-                    put_back(states)
-                    self.deterministic = False
-                    keyed = True
-            if keyed:
-                local_step = self._local_step(one, keyed=True)
+            source = "seeds" if own else self._source()
+            result = None if source == "seeds" else self._watched(one, source)
+            if result is None:
+                local_step = self._local_step(one, "seeds")
                 watched = self.records_now and not self.checks.known
                 before = snapshot(self.module) if watched else {}
                 result = self._client(one, local_step)
                 self._note_draws(local_step)
-                if before and (name := changed(self.module, before)) is not None:
-                    self.traces.stop(f"a step writes to {name!r}, which a recording wouldn't")
+                self._stop_if_written(before)
             uploads.put(row, result.uploads)
             client_state.put(row, result.client_state)
             results.append(replace(result, uploads={}, client_state={}))
@@ -184,6 +180,41 @@ class SequentialEngine:
             torch.cat([result.loss for result in results]),
             [state for result in results for state in result.optimizers],
         )
+
+    def _source(self) -> Source:
+        """Return what a client's steps get to draw from, by what others have drawn so far."""
+        if self.loop is not None or self.generators is not False:
+            return "seeds"
+        if self.deterministic:
+            return "nothing"
+        if self.checks.known:  # whose recordings seed what they draw from
+            return "seeds"
+        # A recording keeps what was called, by whatever name.
+        return "keys" if self.records_now else "names"
+
+    def _watched(self, work: LocalWork, source: Source) -> LocalResult | None:
+        """Train a client whose steps should use no generator; None if one has."""
+        records = self.records_now
+        # Replayed steps and layers of torch don't write to other attributes.
+        quiet = self.checks.known or (records and source == "nothing")
+        before = {} if quiet else snapshot(self.module)
+        states = self._noted.states() if self.checks.calls_metrics else []
+        with watch_global_rng(None, self.checks.known) as found:
+            result = self._client(work, self._local_step(work, source))
+        if not (found.moved or found.moved_torch):
+            if records:
+                self._stop_if_written(before)
+            return result
+        if before:
+            restore(self.module, before)
+        put_back(states)
+        self.deterministic, self.generators = False, True
+        return None
+
+    def _stop_if_written(self, before: Snapshot) -> None:
+        """Stop recording if steps have written to attributes, of which there is a snapshot."""
+        if before and (name := changed(self.module, before)) is not None:
+            self.traces.stop(f"a step writes to {name!r}, which a recording wouldn't")
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
@@ -234,7 +265,7 @@ class SequentialEngine:
         """Whether steps of training may be recorded, by what their code reads in this round."""
         return self.traces.enabled and self.checks.recordable
 
-    def _local_step(self, work: LocalWork, keyed: bool) -> SequentialLocalStep:
+    def _local_step(self, work: LocalWork, source: Source) -> SequentialLocalStep:
         return SequentialLocalStep(
             self.settings,
             self.parameter_split,
@@ -245,7 +276,7 @@ class SequentialEngine:
             self.prefix,
             self.loop,
             work,
-            keyed,
+            source,
             self.checks.code_known,
             self._noted,
         )
@@ -317,8 +348,9 @@ class SequentialEngine:
         return self._settings[phase]
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
-        if local_step.random.drew is not None:
-            self.deterministic = self.deterministic is not False and not local_step.random.drew
+        if (drew := local_step.random.drew) is not None:
+            self.deterministic = self.deterministic is not False and not drew
+            self.generators = bool(self.generators) or local_step.random.moved
 
     def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
         method, info, data = work.method, work.info, work.data
@@ -335,6 +367,7 @@ class SequentialEngine:
                 active.modes(),
                 local_step.program.capturing(),
                 local_step.program.plain(phase.data == "public"),
+                local_step.random.replacing(),
             ):
                 minibatches = ClientMinibatches(
                     work.split(phase),

@@ -27,7 +27,7 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
-from lightning_pfl.engine.client_randomness import ClientRandomness
+from lightning_pfl.engine.client_randomness import ClientRandomness, Source
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import Featured, samples_of
@@ -78,7 +78,7 @@ class SequentialLocalStep:
         prefix: The features that minibatches may have.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         work: The client's work.
-        keyed: Whether random functions of a step get the client's keys.
+        source: What steps get to draw from.
         known: Whether the code of the module's step is known.
         noted: Notes calls of torchmetrics objects in steps that are recorded.
 
@@ -97,14 +97,14 @@ class SequentialLocalStep:
         prefix: PrefixCache,
         loop: ModuleLoop | None,
         work: LocalWork,
-        keyed: bool,
+        source: Source,
         known: bool,
         noted: NotedMetrics,
     ) -> None:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
         self.loop, self.template = loop, work.optimizer
-        self.random = ClientRandomness(settings, program, whole, work, keyed, known)
+        self.random = ClientRandomness(settings, program, whole, work, source, known)
         self.noted = noted
         self.prefix = prefix
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
@@ -422,7 +422,7 @@ class SequentialLocalStep:
         minibatch: Any,
         key: Tensor | None,
         term: Term | None = None,
-    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric], int]:
+    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric], int | None]:
         """Compute gradients ``(1, ...)``, logged values, torchmetrics objects, and how they log.
 
         The values, with the loss, are ``(1,)``; there is no loss if the step skips the minibatch.
@@ -450,7 +450,8 @@ class SequentialLocalStep:
         if self.noted.active:
             self.program.log.calls = self.noted.taken(logged)
             values, metrics = values | self.noted.given(), {}
-        return grads, values, metrics, self.program.log.way()
+        way = self.program.log.way() if self.traces.recording else None
+        return grads, values, metrics, way
 
     def _backward(self, loss: Tensor, leaves: Model) -> Model:
         if self._is_recorded:
@@ -563,7 +564,7 @@ class SequentialLocalStep:
         """Normal numbers of the client's step, ``(1, ...)``."""
         if self._is_recorded:
             raise TypeError("it draws noise")
-        return noise(self.random.key(self.step)[1].view(1), like, key)
+        return noise(self.random.key(self.step), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""

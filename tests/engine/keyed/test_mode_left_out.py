@@ -1,4 +1,5 @@
-"""The sequential engine intercepts random functions only for steps that use some."""
+"""The sequential engine intercepts random functions and seeds generators only for steps that use
+some."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch.nn.functional import dropout as imported_dropout
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
+from lightning_pfl.engine.keyed.names import NamedRandomness
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.methods import FedAvg
@@ -36,18 +38,23 @@ DRAWS: dict[str, Callable[[Any], Tensor | float]] = {
 
 
 class Late(L.LightningModule):
-    """Its gradient is 1 for some steps, counted over all clients, and then what it draws."""
+    """Its gradient is something else for some steps, counted over all clients, and then a draw."""
 
-    def __init__(self, draw: Callable[[Any], Tensor | float], quiet: int) -> None:
+    def __init__(
+        self,
+        draw: Callable[[Any], Tensor | float],
+        quiet: int,
+        before: Callable[[Any], Tensor | float] = lambda module: 1.0,
+    ) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.draw, self.quiet, self.seen = draw, quiet, 0
+        self.draw, self.quiet, self.before, self.seen = draw, quiet, before, 0
         if draw is DRAWS["own generator"]:
             self.generator = torch.Generator()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += 1
-        return self.w * (self.draw(self) if self.seen > self.quiet else 1.0)
+        return self.w * (self.draw if self.seen > self.quiet else self.before)(self)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -62,33 +69,45 @@ def run(module: Late) -> LocalRound:
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("quiet", [0, 1, STEPS, STEPS + 2, CLIENTS * STEPS])
+@pytest.mark.parametrize("before", [lambda module: 1.0, DRAWS["dropout"]], ids=["1", "dropout"])
 def test_a_client_that_draws_later_gets_the_numbers_of_its_key(
-    draw: str, quiet: int, monkeypatch: pytest.MonkeyPatch
+    draw: str, quiet: int, before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never_deterministic(engine: SequentialEngine, _: SequentialLocalStep) -> None:
         engine.deterministic = False
 
-    module = Late(DRAWS[draw], quiet)
+    module = Late(DRAWS[draw], quiet, before)
     states = random.getstate(), torch.get_rng_state()
     found = run(module)
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert module.seen == CLIENTS * STEPS  # a client's first try leaves no trace
     monkeypatch.setattr(SequentialEngine, "_note_draws", never_deterministic)
-    assert_trees_equal(found.models, run(Late(DRAWS[draw], quiet)).models)
+    assert_trees_equal(found.models, run(Late(DRAWS[draw], quiet, before)).models)
 
 
-@pytest.mark.parametrize(("quiet", "intercepted"), [(CLIENTS * STEPS, 1), (0, CLIENTS)])
+@pytest.mark.parametrize(
+    ("draw", "quiet", "by_name", "intercepted"),
+    [
+        ("randn", CLIENTS * STEPS, 0, 1),
+        ("randn", 0, CLIENTS - 1, 1),
+        # The second client draws past its keys, and is trained once more.
+        ("imported dropout", 0, 1, CLIENTS),
+        ("multinomial", 0, 0, CLIENTS),
+    ],
+)
 def test_the_first_client_settles_it(
-    quiet: int, intercepted: int, monkeypatch: pytest.MonkeyPatch
+    draw: str, quiet: int, by_name: int, intercepted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = []
-    enter: Any = KeyedRandomness.__enter__
+    entered: list[Any] = []
+    for kind in (KeyedRandomness, NamedRandomness):
+        enter: Any = kind.__enter__
 
-    def counted(mode: KeyedRandomness) -> Any:
-        entered.append(mode)
-        return enter(mode)
+        def counted(mode: Any, enter: Any = enter) -> Any:
+            entered.append(type(mode))
+            return enter(mode)
 
-    monkeypatch.setattr(KeyedRandomness, "__enter__", counted)
-    run(Late(DRAWS["randn"], quiet))
-    assert len(entered) == intercepted * STEPS
+        monkeypatch.setattr(kind, "__enter__", counted)
+    run(Late(DRAWS[draw], quiet))
+    assert entered.count(NamedRandomness) == by_name * STEPS
+    assert entered.count(KeyedRandomness) == intercepted * STEPS
