@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -14,12 +15,15 @@ from torch import Tensor
 from lightning_pfl._lightning import log_at_end, remember_metrics
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
+from lightning_pfl.core.mixture import Prediction
 from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.tree import Model
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.watching import in_mode
-from lightning_pfl.federation.evaluate import summaries
+from lightning_pfl.federation.evaluate import evaluate_clients, join, summaries
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.history import headlines
+from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
 When = Literal["end", "evaluation"]
 
@@ -49,6 +53,16 @@ class FurtherEvaluation(FederatedCallback):
         self._federation: Federation | None = None
         self._data: FederatedDataset | None = None
 
+    def begin(self, trainer: L.Trainer) -> tuple[Callable[[Tensor], Model], int, Prediction | None]:
+        """Begin an evaluation.
+
+        Returns:
+            A function of client ids that builds their models, ``(clients, ...)``; the number of
+            clients to build them for at once; and the function of the outputs of models that have
+            tensors of their own, None for the method's.
+        """
+        raise NotImplementedError
+
     def evaluate(
         self,
         trainer: L.Trainer,
@@ -57,7 +71,7 @@ class FurtherEvaluation(FederatedCallback):
         clients: Tensor,
         step: str,
     ) -> Evaluation:
-        """Evaluate clients of a split.
+        """Evaluate clients of a split, some at once.
 
         Args:
             trainer: The Trainer.
@@ -66,7 +80,17 @@ class FurtherEvaluation(FederatedCallback):
             clients: Their ids, int64 ``(clients,)``.
             step: ``"validation_step"`` or ``"test_step"``.
         """
-        raise NotImplementedError
+        federation: Any = require_federation(trainer, self)
+        models_of, together, predict = self.begin(trainer)
+        limit = evaluation_limit(trainer)
+        order = list(torch.arange(len(clients)).split(max(1, together)))
+        parts = [
+            evaluate_clients(
+                federation, models_of, clients[at], rows[at], data, step, limit, predict=predict
+            )
+            for at in order
+        ]
+        return join(parts, order)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Begin a run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, get_args
@@ -12,18 +13,15 @@ from torch import Tensor
 
 from lightning_pfl.callbacks.further_evaluation import FurtherEvaluation, When
 from lightning_pfl.contract.callback import require_federation
-from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.checks import check_choice, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, expand, select, total_nbytes
-from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation import penalties
 from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.client_states import ClientStateStore
-from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models
+from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.penalties import Penalty
-from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
 PREFIX = "ft/"
 TRAINED_TOGETHER = 2**27
@@ -172,32 +170,11 @@ class HeadFineTuning(FurtherEvaluation):
         self._kept: ClientStateStore | None = None
         self._done = torch.zeros(0, dtype=torch.bool)
 
-    def evaluate(
-        self,
-        trainer: L.Trainer,
-        data: FederatedDataset,
-        rows: Tensor,
-        clients: Tensor,
-        step: str,
-    ) -> Evaluation:
-        """Train and evaluate the clients in groups."""
+    def begin(self, trainer: L.Trainer) -> tuple[Callable[[Tensor], Model], int, None]:
+        """Return the function that fine-tunes clients, and how many train at once."""
         federation: Any = require_federation(trainer, self)
-        held = self._allocate(federation)
-        size = max(1, TRAINED_TOGETHER // max(held, 1))
-        parts, order = [], list(torch.arange(len(clients)).split(size))
-        for some in order:
-            parts.append(
-                evaluate_clients(
-                    federation,
-                    lambda ids: self._models(federation, ids),
-                    clients[some],
-                    rows[some],
-                    data,
-                    step,
-                    evaluation_limit(trainer),
-                )
-            )
-        return join(parts, order)
+        together = TRAINED_TOGETHER // max(self._allocate(federation), 1)
+        return partial(self._models, federation), together, None
 
     def _allocate(self, federation: Federation) -> int:
         """Allocate the clients' fine-tuned parameters; return the bytes of one client's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_pfl.callbacks.further_evaluation import FurtherEvaluation, When
 from lightning_pfl.contract.callback import require_federation
-from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.checks import check_integer, check_number, is_number
-from lightning_pfl.core.mixture import is_mixed, with_own
+from lightning_pfl.core.mixture import Prediction, is_mixed, with_own
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
@@ -26,11 +25,10 @@ from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.steps import Limits
 from lightning_pfl.federation.architectures import Architecture
-from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models
+from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.solvers.neighbours import best_share, mixed_logits, neighbour_votes
 from lightning_pfl.trainer.data import by_client
-from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
 PREFIX = "knn/"
 SAMPLES = 1024
@@ -145,35 +143,14 @@ class NearestNeighbours(FurtherEvaluation):
 
     # --- evaluation -------------------------------------------------------------------------------
 
-    def evaluate(
-        self,
-        trainer: L.Trainer,
-        data: FederatedDataset,
-        rows: Tensor,
-        clients: Tensor,
-        step: str,
-    ) -> Evaluation:
-        """Store features and evaluate the clients in groups."""
+    def begin(self, trainer: L.Trainer) -> tuple[Callable[[Tensor], Model], int, Prediction]:
+        """Return what stores clients' features, of how many at once, and the votes."""
         federation: Any = require_federation(trainer, self)
         train, validation = self._training_data(federation), self._validation_data(trainer)
         models_of = partial(self._models, federation, train, validation)
         samples = train.num_samples.clamp_max(self.capacity or int(train.num_samples.max()))
         largest = max(int(samples.max()), 1) * self._feature_bytes(federation, train)
-        parts, order = [], list(torch.arange(len(clients)).split(max(1, STORED // largest)))
-        for some in order:
-            parts.append(
-                evaluate_clients(
-                    federation,
-                    models_of,
-                    clients[some],
-                    rows[some],
-                    data,
-                    step,
-                    evaluation_limit(trainer),
-                    predict=self.predict,
-                )
-            )
-        return join(parts, order)
+        return models_of, STORED // largest, self.predict
 
     def _feature_bytes(self, federation: Federation, train: FederatedDataset) -> int:
         """Return the size of a sample's features, the largest that a process sees."""
