@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from recipes.experiments import clustered
 from recipes.experiments.clustered import CLIENTS, GROUPS, agreement, line, recovered
+from tests.recipes.experiments.here import cells_of, readme_for, text_of
 
 EVEN = [client % 2 for client in range(CLIENTS)]
 HALVES = [group // 2 for group in GROUPS]
@@ -24,17 +24,14 @@ def outcome(clusters: dict[str, list[int]], test: float = 0.5) -> dict[str, Any]
 
 @pytest.mark.slow
 def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("above\n<!-- clustered: begin -->\nold\n<!-- clustered: end -->\nbelow\n")
+    readme = readme_for("clustered", tmp_path)
     arguments = ["--small", "--seeds", "0", "--data-dir", str(fashion_mnist_dir)]
     arguments += ["--results", str(tmp_path), "--figures", str(tmp_path), "--readme", str(readme)]
     clustered.main(arguments)
     stored = (tmp_path / "clustered.jsonl").read_text()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored.splitlines())}
+    cells = cells_of(tmp_path / "clustered.jsonl")
     assert set(cells) == {f"{name} seed=0" for name in clustered.SMALL_LINES}
-    text = readme.read_text()
-    assert text.startswith("above\n")
-    assert text.endswith("below\n")
+    text = text_of(readme)
     for key, found in cells.items():
         name = key.removesuffix(" seed=0")
         assert f"| {name} | {100 * found['test']:.2f} | {100 * found['worst']:.2f} |" in text

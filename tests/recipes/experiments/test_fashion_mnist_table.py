@@ -17,16 +17,13 @@ from recipes.experiments.fashion_mnist_tuning import GRIDS
 from recipes.outcome import RECIPES
 from recipes.plan import Plan
 from recipes.results_table import spread
-from tests.recipes.experiments.here import run_here
-
-MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
+from tests.recipes.experiments.here import MARKERS, readme_for, run_here
 
 
 def small(name: str, folder: Path, data: Path) -> list[str]:
     """The command line of a small version that writes into ``folder`` alone."""
-    (folder / "README.md").write_text(MARKERS.format(name))
     return [
-        *("--small", "--data-dir", str(data), "--readme", f"{folder}/README.md"),
+        *("--small", "--data-dir", str(data), "--readme", str(readme_for(name, folder))),
         *("--results", str(folder), "--logs", f"{folder}/logs"),
     ]
 

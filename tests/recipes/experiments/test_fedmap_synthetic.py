@@ -11,14 +11,12 @@ import pytest
 
 from recipes.experiments import fedmap_synthetic, fedmap_tsne
 from recipes.experiments.fedmap_tables import PAPER, Line, edges, gains, table
-
-MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
+from tests.recipes.experiments.here import readme_for, text_of
 
 
 def small(name: str, folder: Path) -> list[str]:
     """The command line of a small version that writes into ``folder`` alone."""
-    (folder / "README.md").write_text(MARKERS.format(name))
-    return ["--small", "--readme", f"{folder}/README.md", "--figures", str(folder)]
+    return ["--small", "--readme", str(readme_for(name, folder)), "--figures", str(folder)]
 
 
 @pytest.mark.slow
@@ -33,9 +31,7 @@ def test_settings_are_chosen_and_tables_written_from_what_is_stored(
     cells = {cell["key"]: cell for cell in map(json.loads, stored)}
     # Two lines with two settings each in three scenarios; then two seeds with the better one.
     assert len(cells) == 2 * 2 * 3 + 2 * 2 * 3
-    readme = (tmp_path / "README.md").read_text()
-    assert readme.startswith("above\n")
-    assert readme.endswith("below\n")
+    readme = text_of(tmp_path / "README.md")
     for scenario in fedmap_synthetic.SCENARIOS:
         tried = {
             cell["settings"]["setting"]["lr"]: statistics.mean(cell["result"]["2"])

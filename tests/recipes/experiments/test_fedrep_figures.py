@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lightning_pfl.cli.trial import Trial
 from recipes.experiments import fedrep_figure5, fedrep_figure6
-from tests.recipes.experiments.here import run_here
-
-MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
+from tests.recipes.experiments.here import cells_of, readme_for, run_here, text_of
 
 
 def small(name: str, folder: Path, data: Path) -> list[str]:
     """The command line of a small version that writes into ``folder`` alone."""
-    (folder / "README.md").write_text(MARKERS.format(name))
+    readme = readme_for(name, folder)
     return [
-        *("--small", "--seeds", "0", "--data-dir", str(data), "--readme", f"{folder}/README.md"),
+        *("--small", "--seeds", "0", "--data-dir", str(data), "--readme", str(readme)),
         *("--results", str(folder), "--figures", str(folder)),
     ]
 
@@ -31,12 +28,9 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
     arguments = small("fedrep_figure5", tmp_path, fashion_mnist_dir)
     arguments += ["--logs", f"{tmp_path}/logs"]
     fedrep_figure5.main(arguments)
-    stored = (tmp_path / "fedrep_figure5.jsonl").read_text().splitlines()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
+    cells = cells_of(tmp_path / "fedrep_figure5.jsonl")
     assert len(cells) == 4  # two methods, two numbers of epochs
-    readme = (tmp_path / "README.md").read_text()
-    assert readme.startswith("above\n")
-    assert readme.endswith("below\n")
+    readme = text_of(tmp_path / "README.md")
     for name in ("FedRep", "FedAvg"):
         errors = [
             100 * (1 - cells[f"{name} E={epoch} seed=0"]["last10"]["val_acc"]["mean"])
@@ -62,10 +56,9 @@ def test_figure6_runs_once_and_draws_from_what_is_stored(
 ) -> None:
     arguments = small("fedrep_figure6", tmp_path, fashion_mnist_dir)
     fedrep_figure6.main(arguments)
-    stored = (tmp_path / "fedrep_figure6.jsonl").read_text().splitlines()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
+    cells = cells_of(tmp_path / "fedrep_figure6.jsonl")
     assert list(cells) == [f"{line} seed=0" for line in fedrep_figure6.LINES]
-    readme = (tmp_path / "README.md").read_text()
+    readme = text_of(tmp_path / "README.md")
     for line, (_, _, start) in fedrep_figure6.LINES.items():
         accuracies = cells[f"{line} seed=0"]
         assert list(accuracies) == ["1", "2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,21 +13,16 @@ import torch
 from lightning_pfl.data import LinearRepresentation
 from recipes.experiments import fedrep_figure1, fedrep_figure3, fedrep_figure4
 from recipes.experiments.linear_regressions import risks, samples_of, short, with_heads
+from tests.recipes.experiments.here import cells_of, readme_for, text_of
 
 
 def run(experiment: ModuleType, name: str, folder: Path, seeds: str = "0") -> str:
     """Run a small version that writes into ``folder`` alone; its section."""
-    readme = folder / "README.md"
-    readme.write_text(f"above\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\nbelow\n")
+    readme = readme_for(name, folder)
     places = ["--results", str(folder), "--figures", str(folder), "--readme", str(readme)]
     experiment.main(["--small", "--seeds", *seeds.split(), *places])
     assert (folder / f"{name}.png").stat().st_size > 1000
-    return readme.read_text()
-
-
-def cells(folder: Path, name: str) -> dict[str, Any]:
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()
-    return {cell["key"]: cell["result"] for cell in map(json.loads, lines)}
+    return text_of(readme)
 
 
 def never(*_: Any) -> Any:
@@ -38,7 +32,7 @@ def never(*_: Any) -> Any:
 @pytest.mark.slow
 def test_figures_1_and_4_share_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(fedrep_figure1, "fedrep_figure1", tmp_path)
-    found = cells(tmp_path, "fedrep_figure1")
+    found = cells_of(tmp_path / "fedrep_figure1.jsonl")
     assert list(found) == [f"m={m} seed=0" for m in (5, 10, 20)]
     values = [short(cell["risks"]["FedAvg"]) for cell in found.values()]
     assert f"| FedAvg | 1.03 / {values[0]} | 1.00 / {values[1]} | 0.99 / {values[2]} |" in first
@@ -50,7 +44,7 @@ def test_figures_1_and_4_share_their_runs(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_figure_3_shows_the_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run(fedrep_figure3, "fedrep_figure3", tmp_path, "0 1 2")
-    found = cells(tmp_path, "fedrep_figure3")
+    found = cells_of(tmp_path / "fedrep_figure3.jsonl")
     assert len(found) == 2 * 3 * 3  # numbers of clients, methods, seeds
     starts = [found[f"GD-GD n=40 seed={seed}"][0] for seed in range(3)]
     assert f"| 40 | GD-GD | - / {short(sorted(starts)[1])} | - / - |" in text

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from recipes.experiments import merging
 from recipes.experiments.merging import ACCURACIES
+from tests.recipes.experiments.here import cells_of, readme_for, text_of
 
 
 @pytest.mark.slow
 def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("above\n<!-- merging: begin -->\nold\n<!-- merging: end -->\nbelow\n")
+    readme = readme_for("merging", tmp_path)
     arguments = ["--small", "--seeds", "0", "--data-dir", str(fashion_mnist_dir)]
     arguments += ["--results", str(tmp_path), "--readme", str(readme)]
     merging.main(arguments)
     stored = (tmp_path / "merging.jsonl").read_text()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored.splitlines())}
+    cells = cells_of(tmp_path / "merging.jsonl")
     equal, own = (cells[f"{start} seed=0"] for start in merging.STARTS)
-    text = readme.read_text()
-    assert text.startswith("above\n")
-    assert text.endswith("below\n")
+    text = text_of(readme)
     for name in ACCURACIES:
         assert f"| {name} | {100 * equal[name]:.2f} | {100 * own[name]:.2f} |" in text
     for found in (equal, own):

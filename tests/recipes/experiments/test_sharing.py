@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 
@@ -29,26 +28,24 @@ from recipes.experiments.sharing import (
 )
 from recipes.outcome import RECIPES
 from recipes.plan import Plan
+from tests.recipes.experiments.here import cells_of, readme_for, text_of
 
 
 @pytest.mark.slow
 def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("above\n<!-- sharing: begin -->\nold\n<!-- sharing: end -->\nbelow\n")
+    readme = readme_for("sharing", tmp_path)
     arguments = ["--small", "--seeds", "0", "--data-dir", str(fashion_mnist_dir)]
     arguments += ["--results", str(tmp_path), "--figures", str(tmp_path), "--readme", str(readme)]
     sharing.main(arguments)
     stored = (tmp_path / "sharing.jsonl").read_text()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored.splitlines())}
+    cells = cells_of(tmp_path / "sharing.jsonl")
     # At 2 and at 5 classes: LocalOnly for 1 round and for 2, FedAvg with its tuned heads.
     assert len(cells) == 6
-    text = readme.read_text()
+    text = text_of(readme)
     found = cells["FedAvg (2, 10) 0.1 2 rounds seed=0"]
     for line, name in {"FedAvg": "acc", "FedAvg + FT": "ft_acc"}.items():
         assert f"{100 * found[name]:.2f}" in text.split(f"| {line} |")[1].split("|")[0]
     assert "6 of 132 runs are done" in text
-    assert text.startswith("above\n")
-    assert text.endswith("below\n")
     pixels = imread(tmp_path / "sharing.png").reshape(-1, 4)
     assert len(np.unique(pixels, axis=0)) > 3
 

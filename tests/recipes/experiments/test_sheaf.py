@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from recipes.experiments import sheaf
+from tests.recipes.experiments.here import cells_of, readme_for, text_of
 
 
 @pytest.mark.slow
 def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("above\n<!-- sheaf: begin -->\nold\n<!-- sheaf: end -->\nbelow\n")
+    readme = readme_for("sheaf", tmp_path)
     arguments = ["--small", "--seeds", "0", "--data-dir", str(fashion_mnist_dir)]
     arguments += ["--results", str(tmp_path), "--readme", str(readme)]
     sheaf.main(arguments)
-    stored = (tmp_path / "sheaf.jsonl").read_text().splitlines()
-    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
+    cells = cells_of(tmp_path / "sheaf.jsonl")
     # LocalOnly, two kinds of SheafFMTL, and dFedU or LGFedAvg.
     assert len(cells) == 8
-    text = readme.read_text()
-    assert text.startswith("above\n")
-    assert text.endswith("below\n")
+    text = text_of(readme)
     for key, result in cells.items():
         method = key.split(" lr=")[0].split(" ", 1)[1]
         shown = f"| {method} | {100 * result['test']:.2f} | {100 * result['worst']:.2f} |"
