@@ -23,7 +23,8 @@ class BestRound(FederatedCallback):
     After the fit, ``trainer.test``, ``predict`` and ``validate``, ``client_state_dict`` and
     ``client_module`` use that model, also from a checkpoint alone. The fit itself goes on from the
     models of now, and logs them. Clients without validation samples have the model of now. It takes
-    the memory of a model for each client, in every process.
+    the memory of a model for each client, in the client's process; after a fit in all of them, if
+    these models take at most 1 GiB together.
 
     Args:
         monitor: The value, as ``validation_step`` logs it.

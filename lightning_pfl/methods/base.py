@@ -48,6 +48,8 @@ state is the next one's. What callbacks and users get of a round stays as it is.
 - Weights of samples (FedEM): ``client.grad(weights=w)``; each sample's gradient (private training):
   ``client.sample_grads``.
 - The samples themselves: ``client.samples``, and ``client.report`` to log what is computed.
+- Steps that engines record and replay, which is faster: ``recordable`` on ``client_step``; see
+  ``contract/local.py``.
 - How far the optimizer went, whatever its momentum (FedNova): ``measures_travel``, then
   ``info.travel`` in ``client_final``; SGD only.
 - Random numbers: ``client.noise(like)`` in a step, ``self.client_noise`` around the steps,

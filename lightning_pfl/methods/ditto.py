@@ -36,8 +36,7 @@ class Ditto(Method):
 
     Args:
         prox_weight: :math:`\lambda \ge 0`. 0 makes the personal models independent. Plain SGD needs
-            ``lr
-            * (L + prox_weight) < 2``.
+            ``lr * (L + prox_weight) < 2``.
         personal_epochs: Passes over the data for :math:`v_k`, after those for :math:`y_k`. With
             neither this nor ``personal_steps``, each step of :math:`y_k` is followed by one of
             :math:`v_k` on the same minibatch, as in the released code.

@@ -84,6 +84,10 @@ class FedMD(Method):
     nothing is stopped by test data. Of COMET its clusters are here, its regularised local loss
     isn't: digesting and training alternate as in FedMD.
 
+    Example:
+        >>> [phase.name for phase in FedMD(digest_steps=20).phases(1)]
+        ['digest', 'revisit', 'score']
+
     References:
         Li, Wang. FedMD: Heterogenous federated learning via model distillation. 2019.
         arXiv:1910.03581, Algorithm 1. Bistritz, Mann, Bambos. Distributed distillation for

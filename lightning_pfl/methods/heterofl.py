@@ -81,6 +81,11 @@ class HeteroFL(Method):
     computes them anew from all clients' data. Bytes are those of the narrow network, also for rows
     of masked classes. :class:`~lightning_pfl.models.Scaler` is a layer of the user's networks.
 
+    Example:
+        >>> from lightning_pfl.models import MLP
+        >>> HeteroFL({"half": MLP([64, 20, 10])}, groups="half", masked_classes=False).rule
+        'first'
+
     References:
         Diao, Ding, Tarokh. HeteroFL: Computation and communication efficient federated learning for
         heterogeneous clients. ICLR 2021. arXiv:2010.01264, Algorithm 1. Alam, Liu, Yan, Zhang.

@@ -122,7 +122,11 @@ def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
 
 
 def check_writes_shards(plugin: CheckpointIO) -> None:
-    """Require the strategy's own way to write files, for checkpoints in folders."""
+    """Require the strategy's own way to write files, for checkpoints in folders.
+
+    Raises:
+        MisconfigurationException: If the user chose a plugin.
+    """
     if type(plugin) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             "Expected no checkpoint plugin for state_dict_type='sharded', whose files processes "
@@ -132,7 +136,11 @@ def check_writes_shards(plugin: CheckpointIO) -> None:
 
 
 def check_sharded(path: Any, storage_options: Any) -> None:
-    """Require a path on a disk, for checkpoints in folders."""
+    """Require a path on a disk, for checkpoints in folders.
+
+    Raises:
+        MisconfigurationException: If it is a URL, or there are options for one.
+    """
     if "://" in str(path) or storage_options is not None:
         raise MisconfigurationException(
             f"Expected a path on a disk for state_dict_type='sharded', but got {str(path)!r} with "

@@ -270,6 +270,9 @@ def by_client(data: FederatedDataset, names: Sequence[str], what: str) -> Federa
         data: The split.
         names: The federation's clients.
         what: Name of the split's argument for error messages.
+
+    Raises:
+        ValueError: If the split has other clients; see :func:`align_clients`.
     """
     rows, clients = align_clients(data, names, what)
     found = dict(zip(clients.tolist(), rows.tolist(), strict=True))

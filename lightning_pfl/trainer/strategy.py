@@ -81,7 +81,8 @@ class FederatedStrategy(ProcessesStrategy):
             depend on it in their last bits only.
         seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A
             resumed run keeps its own.
-        chunk_size: Clients per batched program. None: as many as fit the memory.
+        chunk_size: Clients per batched program. None: as many as fit the memory, at most 512 on a
+            GPU and 128 on a CPU, fewer of larger models, which leave its caches.
         max_update_norm: Uploads that differ from what was received by more than this Euclidean norm
             are left out of the round. ``"auto"``: those more than 100 times as large as the median
             of the round. None: no bound; such clients are named all the same.
