@@ -12,7 +12,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_integer, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
 from lightning_pfl.methods.support import distillation
 
 
@@ -75,8 +75,8 @@ class FedDF(Method):
         server_steps: int = 500,
         server_lr: float = 1e-3,
         temperature: float = 1.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -24,7 +24,7 @@ from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, per_client, weighted_mean
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 from lightning_pfl.graphs.resolve import GraphLike, resolve_graph
-from lightning_pfl.methods.base import About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, Known, LocalStep, Method, PerClient, Phase
 from lightning_pfl.solvers.distances import Distance, distance_to
 from lightning_pfl.solvers.groups import group_means
 
@@ -125,8 +125,8 @@ class FedMD(Method):
         num_outputs: int | None = None,
         clusters: int = 1,
         graph: GraphLike | None = None,
-        local_epochs: int | None = 10,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 10,
+        local_steps: PerClient | None = None,
     ) -> None:
         local_epochs = None if local_steps is not None and local_epochs == 10 else local_epochs
         super().__init__(local_epochs, local_steps, weighting="uniform")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 from lightning_pfl import methods
+from lightning_pfl.contract.local import PerClient
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.methods.base import Method
@@ -40,6 +41,14 @@ def test_by_default_a_method_is_itself(name: str) -> None:
     assert (
         method.notes(ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))) == []
     )
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_passes_and_steps_may_differ_between_clients(name: str) -> None:
+    """On the command line, which takes what annotations say."""
+    hints = get_type_hints(getattr(methods, name).__init__)
+    found = {hints[each] for each in ("local_epochs", "local_steps") if each in hints}
+    assert found <= {PerClient | None}
 
 
 PUBLISHED = [name for name, case in ALL.items() if case.published]

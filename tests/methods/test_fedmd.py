@@ -129,6 +129,14 @@ class TestTwoNumbers:
         assert numbers(run) == pytest.approx(numbers(alone), rel=1e-12)
         assert run.server["cluster"].tolist() == [0, 1]
 
+    def test_clients_revisit_their_own_data_as_often_as_their_names_say(self) -> None:
+        """In two clusters, where they digest nothing."""
+        often = {"0": 4, "1": 1}
+        settings = self.settings(digest_steps=3, local_steps=often)
+        run = fit(FedMD(**settings, clusters=2), q2(), Scaled(), 3)
+        alone = fit(LocalOnly(local_steps=often), q2(), Scaled(), 3)
+        assert numbers(run) == pytest.approx(numbers(alone), rel=1e-12)
+
 
 def pull(kind: str, outputs: Any, target: Any, temperature: float) -> Any:
     """The gradient of the distance by the outputs, a row for each sample."""
