@@ -30,11 +30,13 @@ from lightning_pfl.engine.recording import (
     called,
     compiled,
     evaluated,
+    flatten,
     is_constant,
     is_random,
     layout,
     needed,
     same,
+    source_of,
     written,
 )
 from lightning_pfl.engine.slices import sums_of_slices
@@ -98,9 +100,9 @@ def compile_in_place(
     recorder: Recorder,
     given: Mapping[str, Tensor],
     targets: Sequence[tuple[str, Tensor]],
-    results: Sequence[str],
+    result: Any,
     buffers: Buffers,
-) -> Callable[..., tuple[Tensor, ...]]:
+) -> Callable[..., Any]:
     """Write a program of recorded operators.
 
     Args:
@@ -108,13 +110,13 @@ def compile_in_place(
             an argument of the program.
         given: Tensors that stay in place, by name.
         targets: Names of results, and for each the tensor in place that becomes it at the end.
-        results: Names of what the program returns, in new memory.
+        result: A tree of tensors of the recording, which the program returns in new memory.
         buffers: Memory that it may share with other programs.
 
     Returns:
         A function of the remaining arguments.
     """
-    program = _Program(recorder, given, targets, results, buffers)
+    program = _Program(recorder, given, targets, result, buffers)
     differentiates = torch.is_grad_enabled()
     try:
         # Memory that is made in inference mode can't be written to outside of it.
@@ -139,10 +141,13 @@ class _Program:
         recorder: Recorder,
         given: Mapping[str, Tensor],
         targets: Sequence[tuple[str, Tensor]],
-        results: Sequence[str],
+        result: Any,
         buffers: Buffers,
     ) -> None:
-        self.recorder, self.buffers, self.results = recorder, buffers, results
+        self.recorder, self.buffers, self.result = recorder, buffers, result
+        values: list[Tensor] = []
+        flatten(result, values)
+        self.results = [recorder.name(value) for value in values]
         self.targets: dict[str, list[Tensor]] = {}
         for name, target in targets:
             if given.get(name) is not target:
@@ -150,7 +155,7 @@ class _Program:
         self.tensors, self.roots = dict(recorder.tensors), recorder.roots
         self.space: dict[str, Any] = {**recorder.constants, **given}
         self.arguments = [name for name in recorder.arguments if name not in given]
-        wanted = [*(name for name, _ in targets), *results]
+        wanted = [*(name for name, _ in targets), *self.results]
         self.calls = needed(map(recorder.at_once, recorder.calls), wanted)
         self.changed = recorder.written()
         sums = sums_of_slices(self.calls, {*self.changed, *wanted})
@@ -159,7 +164,7 @@ class _Program:
         # With tensors of the module that no argument has; the user may change their numbers.
         self.placed = {*given, *(name for name in recorder.constants if name in self.tensors)}
         self.constant: set[str] = set()
-        self.escaping = {self.roots[name] for name in results}
+        self.escaping = {self.roots[name] for name in self.results}
         self.last = self._last_uses(wanted)
         self.last_read = {name: n for n, call in enumerate(self.calls) for name in call.reads}
         self.lines: list[str] = []
@@ -186,7 +191,7 @@ class _Program:
             last[self.roots[name]] = len(self.calls)
         return last
 
-    def write(self) -> Callable[..., tuple[Tensor, ...]]:
+    def write(self) -> Callable[..., Any]:
         """Write the program."""
         for number, call in enumerate(self.calls):
             self._make_room(call)
@@ -197,8 +202,8 @@ class _Program:
                     self.buffers.give_back(root)
         results = [self._in_new_memory(name) for name in self.results]
         self._copy_to_targets()
-        source = written(self.arguments, self.lines, results)
-        return compiled(source, self.space)
+        result = source_of(self.result, iter(results), self.space)
+        return compiled(written(self.arguments, self.lines, result), self.space)
 
     def _make_room(self, call: Call) -> None:
         """Make the tensor to which the gradients of slices are written, before the first one."""

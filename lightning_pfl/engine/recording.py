@@ -30,9 +30,9 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
         leaves.append(tree)
         return None
     if isinstance(tree, dict):
-        return tuple((key, flatten(value, leaves)) for key, value in tree.items())
+        return tuple([(key, flatten(value, leaves)) for key, value in tree.items()])
     if isinstance(tree, (list, tuple)):
-        return tuple(flatten(value, leaves) for value in tree)
+        return tuple([flatten(value, leaves) for value in tree])
     if not isinstance(tree, (bool, int, float, str, type(None))):
         raise TypeError(f"a {type(tree).__name__} may hold tensors")
     return tree
@@ -47,6 +47,33 @@ def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(rebuild(value, leaves) for value in tree)
     return tree
+
+
+def source_of(tree: Any, names: Iterator[str], space: dict[str, Any]) -> str:
+    """Write a tree as Python's source, with names for its tensors in the order of :func:`flatten`.
+
+    Args:
+        tree: The tree.
+        names: Names of the tensors.
+        space: Gets what else the source names.
+    """
+    if isinstance(tree, Tensor):
+        return next(names)
+    if isinstance(tree, dict):
+        each = [(_constant(key, space), source_of(one, names, space)) for key, one in tree.items()]
+        return f"{{{', '.join(f'{key}: {value}' for key, value in each)}}}"
+    if isinstance(tree, (list, tuple)):
+        inner = "".join(f"{source_of(one, names, space)}, " for one in tree)
+        return f"[{inner}]" if isinstance(tree, list) else f"({inner})"
+    return _constant(tree, space)
+
+
+def _constant(value: Any, space: dict[str, Any]) -> str:
+    if value is None or type(value) in (bool, int, str):
+        return repr(value)
+    name = f"k{len(space)}"
+    space[name] = value
+    return name
 
 
 def called(operator: Any, text: str, space: Mapping[str, Any]) -> Any:
@@ -66,10 +93,10 @@ def evaluated(function: Any, text: str, space: Mapping[str, Any]) -> Any:
     return eval(_code(f"function({text})", "eval"), {"function": function}, space)
 
 
-def compiled(source: str, space: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+def compiled(source: str, space: dict[str, Any]) -> Callable[..., Any]:
     """Return the function ``replay`` of a source that a recording has written."""
     exec(_code(source, "exec"), space)
-    made: Callable[..., tuple[Tensor, ...]] = space["replay"]
+    made: Callable[..., Any] = space["replay"]
     return made
 
 
@@ -335,9 +362,9 @@ def needed(calls: Iterable[Call], names: Iterable[str]) -> list[Call]:
     return found[::-1]
 
 
-def written(arguments: Iterable[str], lines: Iterable[str], results: Iterable[str]) -> str:
+def written(arguments: Iterable[str], lines: Iterable[str], result: str) -> str:
     """Write a function ``replay`` as Python's source."""
-    body = [*lines, f"return ({''.join(f'{name}, ' for name in results)})"]
+    body = [*lines, f"return {result}"]
     return f"def replay({', '.join(arguments)}):\n    " + "\n    ".join(body)
 
 

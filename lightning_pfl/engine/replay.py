@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
-from lightning_pfl.engine.recording import Recorder, flatten, rebuild
+from lightning_pfl.engine.recording import Recorder
 
 Function = Callable[..., Any]
 
@@ -19,19 +18,18 @@ class Recording:
     """The operators of one call, on other tensors of the same shapes.
 
     Args:
-        replay: The operators, as a function of the arguments' tensors that returns the result's.
-        result: A tree like the result.
+        replay: The operators, as a function of the arguments' tensors.
     """
 
-    def __init__(self, replay: Callable[..., tuple[Tensor, ...]], result: Any) -> None:
-        self.replay, self._result = replay, result
+    def __init__(self, replay: Function) -> None:
+        self.replay = replay
         self._differentiates = torch.is_grad_enabled()
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         """Run the operators on other tensors of the same shapes."""
         # As when they were recorded: some operators keep more for a backward pass.
         with torch.set_grad_enabled(self._differentiates):
-            return rebuild(self._result, iter(self.replay(*leaves)))
+            return self.replay(*leaves)
 
 
 def record(
@@ -55,8 +53,4 @@ def record(
     recorder = Recorder(leaves)
     with recorder.recording():
         result = function(*args)
-    results: list[Tensor] = []
-    flatten(result, results)
-    names = [recorder.name(leaf) for leaf in results]
-    replay = compile_in_place(recorder, {}, [], names, buffers)
-    return result, Recording(replay, rebuild(result, repeat(torch.empty(0))))
+    return result, Recording(compile_in_place(recorder, {}, [], result, buffers))

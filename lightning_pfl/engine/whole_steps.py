@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
-from lightning_pfl.engine.recording import Recorder, flatten, rebuild
+from lightning_pfl.engine.recording import Recorder, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
 from lightning_pfl.engine.trace import copy, put_back
 from lightning_pfl.methods.base import Method
@@ -39,16 +38,14 @@ class Program:
     """A recorded step.
 
     Attributes:
-        replay: Runs it on the leaves of the minibatches.
+        replay: Runs it on the leaves of the minibatches, and returns what it logs.
         after: The layout of the state after it.
         changes: Paths of the registers that it changes.
-        logged: What it logs, with tensors to be replaced.
     """
 
-    replay: Callable[..., tuple[Tensor, ...]]
+    replay: Callable[..., Logged]
     after: Layout
     changes: frozenset[Path]
-    logged: Any
 
 
 def recorded_settings(method: Method) -> dict[str, Any]:
@@ -128,10 +125,9 @@ class WholeSteps(StepsInPlace[Program]):
     # --- how a step is taken ---
 
     def _replayed(self, recorded: Program, leaves: list[Tensor]) -> Logged:
-        found = recorded.replay(*leaves)
+        logged = recorded.replay(*leaves)
         self._layout = recorded.after
         self._written |= recorded.changes
-        logged: Logged = rebuild(recorded.logged, iter(found))
         return logged
 
     def _end(self, new: Tree, logged: Any) -> Any:
@@ -158,27 +154,22 @@ class WholeSteps(StepsInPlace[Program]):
                 new, logged = function(self.state(), given)
         finally:
             self._recorder = None
-        values: list[Tensor] = []
-        flatten(logged, values)
         after = self._registers.layout_of(new)
         placed = dict(zip(recorder.arguments, before.registers, strict=False))
         targets = [
             (recorder.name(leaf), register)
             for (_, leaf), register in zip(tensors_of(new), after.registers, strict=True)
         ]
-        results = [recorder.name(value) for value in values]
         if any(
             self._registers.is_shared(one) and placed.get(name) is not one for name, one in targets
         ):
             raise TypeError("it makes a leaf that clients share")
-        replay = compile_in_place(recorder, placed, targets, results, self._buffers)
+        replay = compile_in_place(recorder, placed, targets, logged, self._buffers)
         written = recorder.written()
         changes = {p for name, p in zip(placed, before.paths, strict=True) if name in written}
         ends = zip(targets, after.paths, strict=True)
         changes |= {path for (name, one), path in ends if placed.get(name) is not one}
-        logged = self._end(new, logged)
-        hollow = rebuild(logged, repeat(torch.empty(0)))
-        return Program(replay, after, frozenset(changes), hollow), logged
+        return Program(replay, after, frozenset(changes)), self._end(new, logged)
 
     def leave_out(self, why: str) -> None:
         """Say why steps aren't recorded."""

@@ -3,6 +3,7 @@ recorded."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -436,13 +437,29 @@ def test_programs_of_all_kinds(seed: int) -> None:
     names = [recorder.name(leaf) for leaf in results]
     given = dict(zip(recorder.arguments, placed, strict=False))
     targets = list(zip(names, placed, strict=False))
-    replay = compile_in_place(recorder, given, targets, names[3:], buffers)
+    replay = compile_in_place(recorder, given, targets, results[3:], buffers)
     for _ in range(3):
         arguments = fill()
         expected = [leaf.clone() for leaf in function([leaf.clone() for leaf in arguments])]
         (found,) = replay(arguments[3].clone())
         for leaf, want in zip([*placed, found], expected, strict=True):
             assert torch.equal(leaf, want)
+
+
+def test_a_program_returns_a_tree_of_its_own() -> None:
+    """With other tensors, and new dicts and lists, which a caller may change."""
+    with (recorder := Recorder([x := torch.randn(3)])):
+        result = [({"a": x + 1, 2: x * 2}, math.inf, "b"), (x - 1,), None, True, 0.1]
+    replay = compile_in_place(recorder, {}, [], result, Buffers())
+    for _ in range(2):
+        x = torch.randn(3)
+        (values, *others), (last,), *rest = found = replay(x)
+        assert type(found) is list
+        assert others == [math.inf, "b"]
+        assert rest == [None, True, 0.1]
+        assert values.keys() == {"a", 2}
+        want = x + 1, x * 2, x - 1
+        assert all(map(torch.equal, (values.pop("a"), values.pop(2), last), want))
 
 
 def test_a_program_uses_its_memory_again() -> None:
@@ -459,7 +476,7 @@ def test_a_program_uses_its_memory_again() -> None:
         result = function(x, b)
     buffers = Buffers()
     replay = compile_in_place(recorder, {"a0": x}, [(recorder.name(result), x)], [], buffers)
-    assert replay(b) == ()
+    assert replay(b) == []
     assert torch.equal(x, result)
     assert buffers.count() == 2
 
@@ -482,7 +499,7 @@ def test_losses_that_are_read_again(
     x, y = torch.rand(5), torch.rand(5)
     with (recorder := Recorder([x, y])):
         expected = loss(x, y, reduction=reduction) * 2
-    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    replay = compile_in_place(recorder, {}, [], [expected], Buffers())
     for _ in range(2):
         assert torch.equal(replay(x, y)[0], expected)
     assert "resized" not in capfd.readouterr().err
@@ -497,7 +514,7 @@ def test_large_tensors_that_do_not_fit_are_new_in_each_replay() -> None:
         result = function(x)
     for largest in (15, 16):
         buffers = Buffers(largest)
-        replay = compile_in_place(recorder, {}, [], [recorder.name(result)], buffers)
+        replay = compile_in_place(recorder, {}, [], [result], buffers)
         assert torch.equal(replay(x)[0], result)
         sizes = [key[-1] for key in buffers._free]
         assert (16 in sizes) == (largest == 16)
@@ -527,7 +544,7 @@ def test_gradients_of_slices_are_written_side_by_side(attention: bool) -> None:
 
     with (recorder := Recorder([x])):
         expected = function(x)
-    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    replay = compile_in_place(recorder, {}, [], [expected], Buffers())
     for _ in range(2):
         with (ran := Ran()):
             (found,) = replay(x)
@@ -556,7 +573,7 @@ def test_sums_of_slices_that_share_entries_or_are_read(
     a, b = torch.randn(4), torch.randn(4)
     with (recorder := Recorder([a, b])):
         expected = function(a, b) * 2
-    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    replay = compile_in_place(recorder, {}, [], [expected], Buffers())
     for _ in range(2):
         assert torch.equal(replay(a, b)[0], expected)
 
@@ -565,7 +582,7 @@ def test_large_zeros_around_a_slice_are_not_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(slices, "KEPT", 5)
     with (recorder := Recorder([x := torch.randn(2)])):
         result = row(x, 1, 3) * 2
-    replay = compile_in_place(recorder, {}, [], [recorder.name(result)], Buffers())
+    replay = compile_in_place(recorder, {}, [], [result], Buffers())
     with (ran := Ran()):
         (found,) = replay(x)
     assert torch.equal(found, result)
