@@ -258,7 +258,9 @@ class NearestNeighbours(FurtherEvaluation):
             return
         chosen = permutation(int(data.num_samples[client]), key)[:most].sort().values
         first = 0
-        for _, batch in evaluation_minibatches(data, client, Limits(1, 1.0), federation.settings):
+        limits = Limits(1, 1.0)
+        (batches,) = evaluation_minibatches(data, [client], limits, federation.settings)
+        for _, batch in batches:
             size = len(_classes(batch))
             here = chosen[(chosen >= first) & (chosen < first + size)] - first
             first += size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.randomness import derive, permutation, seeded
-from lightning_pfl.data.batch import batch_length
+from lightning_pfl.data.batch import batch_leaves, batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
 from lightning_pfl.engine.base import EngineSettings
@@ -20,6 +21,7 @@ from lightning_pfl.engine.steps import (
     Budget,
     Limits,
     epoch_minibatches,
+    fitting_samples,
     joined,
     minibatches_per_epoch,
     order_key,
@@ -27,6 +29,10 @@ from lightning_pfl.engine.steps import (
     step_bounds,
     step_size,
 )
+
+IMAGES, MOST = 64, 1024
+"""Samples that are gathered at once, of images of 28 x 28 numbers and of smaller ones, at most:
+they are still in the cache when the last step reads them."""
 
 
 class Featured(tuple[Any, Tensor]):
@@ -121,8 +127,8 @@ class ClientMinibatches:
                 else torch.arange(self.samples)
             )
             at = order.to(self.data.device)[:used]
-            mine = self.data.indices[self.client][at].split(self._cuts)
-            batches = map(self.data.gather, mine)
+            mine = self.data.indices[self.client][at].split_with_sizes(self._cuts)
+            batches = gathered(self.data, mine)
             if self._features is None:
                 yield from batches
                 continue
@@ -205,23 +211,75 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
         yield batch
 
 
+def gathered(data: FederatedTensorDataset, positions: Iterable[Tensor]) -> Iterator[Any]:
+    """Gather minibatches, as many small ones at once as the cache holds.
+
+    Each is a view of its own rows then, to which a step may write.
+
+    Args:
+        data: The dataset.
+        positions: Positions of each minibatch's samples.
+    """
+    # A transform gets minibatches as they are.
+    most = fitting_samples(data, IMAGES, MOST, MOST) if data.transform is None else 0
+    some: list[Tensor] = []
+    samples = 0
+    for mine in positions:
+        if some and samples + mine.numel() > most:
+            yield from _together(data, some)
+            some, samples = [], 0
+        some.append(mine)
+        samples += mine.numel()
+    if some:
+        yield from _together(data, some)
+
+
+def _together(data: FederatedTensorDataset, positions: list[Tensor]) -> Iterator[Any]:
+    if len(positions) == 1:
+        yield data.gather(positions[0])
+        return
+    sizes = [mine.numel() for mine in positions]
+    batch = data.gather(torch.cat(positions))
+    leaves = [leaf.split_with_sizes(sizes) for leaf in batch_leaves(batch)]
+    for each in zip(*leaves, strict=True):
+        yield _replaced(batch, iter(each))
+
+
+def _replaced(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    return map_batch(batch, lambda _: next(leaves))
+
+
 def _move(batch: Any, device: torch.device) -> Any:
     return apply_to_collection(batch, Tensor, lambda leaf: leaf.to(device))
 
 
 def evaluation_minibatches(
-    data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
-) -> Iterator[tuple[int, Any]]:
-    """Iterate once over a client's samples, unshuffled: (number, minibatch)."""
+    data: FederatedDataset, clients: Sequence[int], limits: Limits, settings: EngineSettings
+) -> Iterator[Iterator[tuple[int, Any]]]:
+    """Iterate over clients, and once over each one's samples, unshuffled: (number, minibatch).
+
+    Those of a client are to be taken before the next client's.
+    """
     if isinstance(data, FederatedTensorDataset):
-        batches = data.indices[client].split(data.batch_size)
-        number = limits.of_epoch(
-            epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
+        size = data.batch_size
+        numbers = [
+            limits.of_epoch(epoch_minibatches(samples, size, data.drop_last))
+            for samples in data.num_samples[list(clients)].tolist()
+        ]
+        stream = gathered(
+            data,
+            (
+                mine[first : first + size]
+                for client, number in zip(clients, numbers, strict=True)
+                for mine in (data.indices[client],)
+                for first in range(0, number * size, size)
+            ),
         )
-        yield from enumerate(map(data.gather, batches[:number]))
+        for number in numbers:
+            yield enumerate(islice(stream, number))
         return
-    loader = data.loaders[client]
-    key = derive(settings.seed, "evaluation order", client, 0)
-    count = limits.of_epoch(len(loader))
-    for within, batch in enumerate(fetch(loader, key, count, data.names[client])):
-        yield within, _move(batch, settings.device)
+    for client in clients:
+        loader = data.loaders[client]
+        key = derive(settings.seed, "evaluation order", client, 0)
+        batches = fetch(loader, key, limits.of_epoch(len(loader)), data.names[client])
+        yield enumerate(_move(batch, settings.device) for batch in batches)

@@ -241,13 +241,13 @@ class SequentialEvaluation:
             return Given({name: leaf[row] for name, leaf in work.models.items()})
 
         shared = given(0) if work.is_of_one_model and len(work.clients) else None
+        clients = work.clients.tolist()
+        of_all = evaluation_minibatches(work.data, clients, Limits(1, work.limit), self.settings)
         sharing = restoring_once() if known else nullcontext()
         with sharing, torch.no_grad(), program.capturing():
-            for row, client in enumerate(work.clients.tolist()):
+            for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model, metrics = shared or given(row), dict[str, Metric]()
-                for number, batch in evaluation_minibatches(
-                    work.data, client, Limits(1, work.limit), self.settings
-                ):
+                for number, batch in minibatches:
                     size = batch_length(batch)
                     with (
                         naming_clients(work.step, work.data.names, [client], work.round),
@@ -296,12 +296,12 @@ class SequentialEvaluation:
         Returns:
             The evaluation, and whether any drew or, the first time, a step wrote to an attribute.
         """
-        clients, data, name = work.clients, work.data, work.step
+        clients, data, name = work.clients.tolist(), work.data, work.step
         program = self._program(work, step)
         results = _Results(len(clients), self.settings, program)
         predicts = range(len(clients)) if name == "predict_step" else ()
         predictions: list[list[Any]] = [[] for _ in predicts]
-        limits = Limits(1, work.limit)
+        of_all = evaluation_minibatches(data, clients, Limits(1, work.limit), self.settings)
         # Later only where a step may be found to draw that was taken for one that doesn't.
         watched = name not in self.quiet or (step.checks.recordable and self.quiet[name])
         elsewhere, moved = not watched and self._elsewhere.get(name, False), False
@@ -317,10 +317,9 @@ class SequentialEvaluation:
             return watch_global_rng(key) if watched else seeded(key, everything=True)
 
         with restoring_once(), torch.no_grad(), program.capturing():
-            for row, client in enumerate(clients.tolist()):
+            for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
                 metrics: dict[str, Metric] = {}
-                minibatches = evaluation_minibatches(data, client, limits, self.settings)
                 for number, batch in minibatches:
                     size = batch_length(batch)
                     with (
