@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -271,10 +271,13 @@ class BestModel:
 class OnClients(Protocol):
     """A function that is called when clients have finished.
 
-    It gets their positions in the cohort, and in training their losses, ``(clients,)``.
+    It gets their positions in the cohort, and in training a function that computes their losses,
+    ``(clients,)``, which few listeners ask for.
     """
 
-    def __call__(self, positions: list[int], losses: Tensor | None = None) -> bool | None:
+    def __call__(
+        self, positions: list[int], losses: Callable[[], Tensor] | None = None
+    ) -> bool | None:
         """Take note of the clients; return False if this has run no code of a user's.
 
         Before such code, call :func:`~lightning_pfl.core.randomness.put_generators_back`.
@@ -293,7 +296,7 @@ def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClien
 
     listed = at.tolist()
 
-    def call(positions: list[int], losses: Tensor | None = None) -> bool | None:
+    def call(positions: list[int], losses: Callable[[], Tensor] | None = None) -> bool | None:
         return on_clients([listed[position] for position in positions], losses)
 
     return call

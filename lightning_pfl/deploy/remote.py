@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -307,7 +308,7 @@ class RemoteCohort(Cohort):
                 for k, fine in zip(ids, sane, strict=True)
                 if not fine
             }
-            on_clients(at.tolist(), loss[at])
+            on_clients(at.tolist(), partial(loss.__getitem__, at))
         gone = [k in self.failed for k in self.info.index.tolist()]
         loss[torch.tensor(gone, dtype=torch.bool)] = torch.inf  # for the gate
         batch.client_state = {"version": version}

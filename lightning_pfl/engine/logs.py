@@ -210,6 +210,8 @@ LOSS = "loss*"
 """Name of the training loss among the logged values."""
 DEFERRED = 256
 """Number of minibatches whose values are summed at once."""
+OF_EACH = 2**14
+"""The same of clients one after another, all in all."""
 
 
 class Reduction(NamedTuple):
@@ -305,6 +307,11 @@ class ClientLogs:
             self._take_in(means, weights, None if rows is None else slice(rows), None)
         self._pending, self._sizes = [], []
 
+    def queued(self) -> list[tuple[dict[str, Tensor], int]]:
+        """Return all minibatches' values with their sizes, if they are in the queue; else none."""
+        whole = not self._sums and self._kind == (True, None)
+        return list(zip(self._pending, self._sizes, strict=True)) if whole else []
+
     def _weighted_sums(self) -> tuple[dict[str, Tensor], Tensor]:
         """Sum the queued minibatches by their sizes, float64 ``(clients,)``, and these."""
         names, sizes = list(self._pending[0]), self._sizes
@@ -371,8 +378,7 @@ class ClientLogs:
 
         A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
-        # All minibatches of a client are in the queue.
-        if self._pending and not self._sums and self._kind == (True, None):
+        if self.queued():
             return {name: _with_inf(name, mean) for name, mean in self._means().items()}
         self._flush()
         results = {}
@@ -381,6 +387,75 @@ class ClientLogs:
             value = total / weight if self._kinds[name] == "mean" else total
             results[name] = torch.where(weight > 0, _with_inf(name, value), torch.nan)
         return results
+
+
+class LogsOfEach:
+    """Values of clients that log one after another, of many computed at once.
+
+    On the host, where sums have an order: a client's value has the same bits among any others.
+
+    Args:
+        clients: Number of clients.
+        device: Device of the result.
+    """
+
+    def __init__(self, clients: int, device: torch.device) -> None:
+        self.clients, self.device = clients, device
+        self._values: dict[str, Tensor] = {}
+        self._queue: dict[str, list[tuple[int, int, Tensor]]] = {}
+        self._count = 0
+
+    def add(self, row: int, logs: ClientLogs, metrics: dict[str, Tensor] | None = None) -> None:
+        """Add what a client has logged, and values of its torchmetrics objects, ``(1,)`` each."""
+        queued = logs.queued()
+        for values, size in queued:
+            for name, value in values.items():
+                if name not in self._queue:
+                    self._of(name)  # in the order in which they are logged
+                    self._queue[name] = []
+                self._queue[name].append((row, size, value))
+        self._count += len(queued)
+        for name, value in ({} if queued else logs.compute()).items():
+            self._of(name)[row] = value[0]
+        if self._count >= OF_EACH:
+            self._flush()
+        for name, value in (metrics or {}).items():
+            self._of(name)[row] = value[0]
+
+    def _of(self, name: str) -> Tensor:
+        if name not in self._values:
+            self._values[name] = torch.full((self.clients,), torch.nan, dtype=torch.float64)
+        return self._values[name]
+
+    def _flush(self) -> None:
+        for name, each in self._queue.items():
+            rows, sizes, values = zip(*each, strict=True)
+            at, weights = torch.tensor(rows), torch.tensor(sizes, dtype=torch.float64)
+            found = torch.cat([value.to(self.device) for value in values]).to(weights)
+            total, weight = torch.zeros(2, self.clients, dtype=torch.float64)
+            total.index_add_(0, at, found * weights)
+            weight.index_add_(0, at, weights)
+            known = self._of(name)
+            torch.where(weight > 0, _with_inf(name, total / weight), known, out=known)
+        self._queue, self._count = {}, 0
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the values, float64 ``(clients,)``; NaN for clients that logged nothing."""
+        self._flush()
+        return {name: values.to(self.device) for name, values in self._values.items()}
+
+    def take_losses(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the values without the losses, and these."""
+        values = self.compute()
+        missing = torch.full((self.clients,), torch.nan, dtype=torch.float64, device=self.device)
+        return values, values.pop(LOSS, missing)
+
+
+def loss_of(logs: ClientLogs) -> Tensor:
+    """Return the loss of a client alone, ``(1,)``, with the bits that it has among others."""
+    alone = LogsOfEach(1, logs.device)
+    alone.add(0, logs)
+    return alone.take_losses()[1]
 
 
 def _with_inf(name: str, value: Tensor) -> Tensor:

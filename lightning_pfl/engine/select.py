@@ -427,7 +427,9 @@ class _Listener:
         self.on_clients = on_clients
         self.failed = False
 
-    def __call__(self, positions: list[int], losses: Tensor | None = None) -> bool | None:
+    def __call__(
+        self, positions: list[int], losses: Callable[[], Tensor] | None = None
+    ) -> bool | None:
         if self.on_clients is None:
             return False
         self.failed = True

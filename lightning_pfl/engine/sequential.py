@@ -42,7 +42,7 @@ from lightning_pfl.engine.base import (
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.feature_cache import PrefixCache
-from lightning_pfl.engine.logs import LOSS
+from lightning_pfl.engine.logs import ClientLogs, LogsOfEach, loss_of
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import (
@@ -66,6 +66,9 @@ from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase
 from lightning_pfl.engine.trace import Same, Traces, of_object
 from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
 from lightning_pfl.methods.base import Phase
+
+_Trained = tuple[LocalResult, ClientLogs]
+"""A client's results, with values of torchmetrics objects alone, and what else it has logged."""
 
 
 class SequentialEngine:
@@ -148,36 +151,38 @@ class SequentialEngine:
         # What generators of the module's own draw leaves no trace in the global ones.
         own = has_generators(self.module)
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
+        logs = LogsOfEach(len(work.info), self.settings.device)
 
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
             source = "seeds" if own else self._source()
-            result = None if source == "seeds" else self._watched(one, source)
-            if result is None:
+            trained = None if source == "seeds" else self._watched(one, source)
+            if trained is None:
                 local_step = self._local_step(one, "seeds")
                 watched = self.records_now and not self.checks.known
                 before = snapshot(self.module) if watched else {}
-                result = self._client(one, local_step)
+                trained = self._client(one, local_step)
                 self._note_draws(local_step)
                 self._stop_if_written(before)
+            result, logged = trained
             uploads.put(row, result.uploads)
             client_state.put(row, result.client_state)
             results.append(replace(result, uploads={}, client_state={}))
+            logs.add(row, logged, result.logs)
             if on_clients is not None:
-                ran = on_clients([row], result.loss)
+                ran = on_clients([row], partial(loss_of, logged))
                 if ran is not False:
                     self.checks.look_after_hooks(self.traces, self.whole)
                     self._settings.clear()
                     self._contexts.clear()
                     self._joined.clear()
-        names = dict.fromkeys(name for result in results for name in result.logs)
-        missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
+        values, loss = logs.take_losses()
         return LocalResult(
             uploads.tree(),
             client_state.tree(),
-            {name: torch.cat([r.logs.get(name, missing) for r in results]) for name in names},
+            values,
             {name: option for result in results for name, option in result.options.items()},
-            torch.cat([result.loss for result in results]),
+            loss,
             [state for result in results for state in result.optimizers],
         )
 
@@ -192,7 +197,7 @@ class SequentialEngine:
         # A recording keeps what was called, by whatever name.
         return "keys" if self.records_now else "names"
 
-    def _watched(self, work: LocalWork, source: Source) -> LocalResult | None:
+    def _watched(self, work: LocalWork, source: Source) -> _Trained | None:
         """Train a client whose steps should use no generator; None if one has."""
         records = self.records_now
         # Replayed steps and layers of torch don't write to other attributes.
@@ -200,11 +205,11 @@ class SequentialEngine:
         before = {} if quiet else snapshot(self.module)
         states = self._noted.states() if self.checks.calls_metrics else []
         with watch_global_rng(None, self.checks.known) as found:
-            result = self._client(work, self._local_step(work, source))
+            trained = self._client(work, self._local_step(work, source))
         if not (found.moved or found.moved_torch):
             if records:
                 self._stop_if_written(before)
-            return result
+            return trained
         if before:
             restore(self.module, before)
         put_back(states)
@@ -352,7 +357,7 @@ class SequentialEngine:
             self.deterministic = self.deterministic is not False and not drew
             self.generators = bool(self.generators) or local_step.random.moved
 
-    def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
+    def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> _Trained:
         method, info, data = work.method, work.info, work.data
         client = int(info.index)
         received, client_state = work.received, work.client_state
@@ -429,12 +434,11 @@ class SequentialEngine:
             info.travel = local_step.travel.total
         upload, client_state = end(method, work.received, client_state, state, info)
         with naming_clients("training_step", data.names, [client], info.round):
-            logs = local_step.finish()
-        missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
-        loss = logs.pop(LOSS, missing)
+            metrics = local_step.finish()
         options = dict(local_step.program.log.options)
         states = [] if kept is None else [kept]
-        return LocalResult(upload, client_state, logs, options, loss, states)
+        result = LocalResult(upload, client_state, metrics, options, optimizers=states)
+        return result, local_step.client_logs
 
     def _joins(self, work: LocalWork, number: int, phase: Phase) -> bool:
         """Whether minibatches of a phase are joined; within the modes of the phase."""

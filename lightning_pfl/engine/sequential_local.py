@@ -83,6 +83,7 @@ class SequentialLocalStep:
         noted: Notes calls of torchmetrics objects in steps that are recorded.
 
     Attributes:
+        client_logs: What the client has logged, without torchmetrics objects.
         random: Keys of the client's random numbers, and whether steps draw any.
     """
 
@@ -107,7 +108,8 @@ class SequentialLocalStep:
         self.random = ClientRandomness(settings, program, whole, work, source, known)
         self.noted = noted
         self.prefix = prefix
-        self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
+        self.client_logs = ClientLogs(1, settings.device)
+        self.logs: ClientLogs | ListedLogs = self.client_logs
         self.metrics: dict[str, Metric] = {}
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
@@ -579,6 +581,5 @@ class SequentialLocalStep:
         self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the client's logged values, ``(1,)`` each."""
-        assert isinstance(self.logs, ClientLogs)
-        return {**self.logs.compute(), **computed_metrics(self.metrics)}
+        """Return the values of the client's torchmetrics objects, ``(1,)`` each."""
+        return computed_metrics(self.metrics)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -99,7 +100,7 @@ class ClientProgress:
         self.end = ClientHooks(trainer, f"on_{stage}_batch_end", of_module)
         self.held: tuple[ClientBatch, ClientOutputs | None] | None = None
 
-    def finished(self, positions: list[int], losses: Tensor | None = None) -> bool:
+    def finished(self, positions: list[int], losses: Callable[[], Tensor] | None = None) -> bool:
         """Fire the hooks of clients that an engine has finished; whether there are any."""
         hooked = self.live and bool(self.start or self.end)
         if hooked:
@@ -115,20 +116,21 @@ class ClientProgress:
             losses: The losses of all clients, ``(clients,)``; None in an evaluation.
         """
         waiting = sorted(self.waiting)
-        self._take(waiting, None if losses is None else losses[waiting])
+        self._take(waiting, None if losses is None else partial(losses.__getitem__, waiting))
 
-    def _take(self, positions: list[int], losses: Tensor | None) -> None:
-        if not (self.start or self.end or self.hold_last):
+    def _take(self, positions: list[int], losses: Callable[[], Tensor] | None) -> None:
+        if not (self.start or self.end):
             self._count(len(self.waiting.intersection(positions)))
             self.waiting.difference_update(positions)
             self.counters.is_last_batch = not self.waiting
             return
+        values = None if losses is None else losses()
         for number, position in enumerate(positions):
             if position not in self.waiting:
                 continue
             self.waiting.remove(position)
             client = ClientBatch(self.ids[position])
-            outputs = None if losses is None else ClientOutputs(loss=losses[number])
+            outputs = None if values is None else ClientOutputs(loss=values[number])
             self._begin(client)
             if self.hold_last and not self.waiting:
                 self.held = client, outputs
@@ -163,4 +165,4 @@ class ClientProgress:
         self.counters.increment_processed()
         self.end(outputs, client, self.counters.current.ready - 1)
         self.counters.increment_completed()
-        close_step(self.trainer, self.results, logs=bool(self.start or self.end))
+        close_step(self.trainer, self.results, logs=True)

@@ -149,7 +149,7 @@ def test_a_layer_that_changes_between_clients_is_tried_again(
     layer, train = module.backbone[-1], SequentialEngine.train
     found: list[Any] = []
 
-    def hook(positions: list[int], losses: Tensor | None = None) -> None:
+    def hook(positions: list[int], losses: Any = None) -> None:
         layer.share = 0.5
 
     def trained(engine: SequentialEngine, work: Any) -> Any:

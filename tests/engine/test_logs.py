@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from lightning_pfl.engine.logs import DEFERRED, ClientLogs, Reduction
+from lightning_pfl.engine.logs import (
+    DEFERRED,
+    LOSS,
+    ClientLogs,
+    LogsOfEach,
+    Reduction,
+    loss_of,
+)
 
 CLIENTS, BATCHES = 3, DEFERRED + 50
 VALUES = torch.rand(BATCHES, CLIENTS, generator=torch.Generator().manual_seed(0))
@@ -157,3 +167,76 @@ def test_values_can_follow_a_reading() -> None:
         logs.add({"x": torch.tensor([value])}, 5, None)
         read = float(logs.compute()["x"])
     assert read == (1.0 + 4.0) / 2
+
+
+# --- clients one after another ---
+
+
+def client(values: list[float], sizes: list[int], name: str = "x", **reduction: Any) -> ClientLogs:
+    logs = ClientLogs(1, torch.device("cpu"))
+    reductions = {name: Reduction(**reduction)} if reduction else None
+    for value, size in zip(values, sizes, strict=True):
+        logs.add({name: torch.tensor([value])}, size, None, reductions)
+    return logs
+
+
+def of_each(clients: list[ClientLogs]) -> LogsOfEach:
+    found = LogsOfEach(len(clients), torch.device("cpu"))
+    for row, logs in enumerate(clients):
+        found.add(row, logs)
+    return found
+
+
+def numbers(generator: random.Random, count: int) -> tuple[list[float], list[int]]:
+    sizes = [generator.randrange(1, 11) for _ in range(count)]
+    return [float(torch.tensor(generator.random())) for _ in sizes], sizes
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_each_client_has_the_mean_of_its_own_values(most: int, monkeypatch: Any) -> None:
+    """To the last bit of sums in order, whoever else logs, and however many are summed at once."""
+    monkeypatch.setattr("lightning_pfl.engine.logs.OF_EACH", most)
+    generator = random.Random(0)
+    given = [numbers(generator, count) for count in (3, 1, 12, 5)]
+    found = of_each([client(*each) for each in given]).compute()["x"].tolist()
+    for (values, sizes), mean in zip(given, found, strict=True):
+        total = 0.0
+        for value, size in zip(values, sizes, strict=True):
+            total += value * size
+        assert mean == total / sum(sizes)
+
+
+def test_clients_that_log_otherwise_are_among_them() -> None:
+    """By a weight, by a sum, under other names, more than are queued, and nothing."""
+    many = [1.0, 3.0] * (DEFERRED // 2 + 1)
+    silent = ClientLogs(1, torch.device("cpu"))
+    each = [
+        client([1.0, 4.0], [1, 2]),
+        client([1.0, 4.0], [5, 5], weight=2.0),
+        client([1.0, 4.0], [5, 5], kind="sum"),
+        silent,
+        client([1.0, 4.0], [3, 3], "y"),
+        client(many, [2] * len(many)),
+    ]
+    logs = of_each(each)
+    logs.add(3, silent, {"y": torch.tensor([8.0])})
+    found = logs.compute()
+    assert list(found) == ["x", "y"]
+    assert found["x"].nan_to_num(-1).tolist() == [3.0, 2.5, 5.0, -1.0, -1.0, 2.0]
+    assert found["y"].nan_to_num(-1).tolist() == [-1.0, -1.0, -1.0, 8.0, 2.5, -1.0]
+
+
+def test_losses_of_each_client() -> None:
+    """One that isn't finite is Inf, none is NaN; alone they are the same."""
+    each = [
+        client([0.1, 0.7], [3, 4], LOSS),
+        client([1.0, torch.nan], [1, 1], LOSS),
+        client([], []),
+    ]
+    values, losses = of_each(each).take_losses()
+    assert values == {}
+    assert float(losses[0]) == pytest.approx((3 * 0.1 + 4 * 0.7) / 7, rel=1e-7)
+    assert losses.isinf().tolist() == [False, True, False]
+    assert losses.isnan().tolist() == [False, False, True]
+    for logs, loss in zip(each, losses, strict=True):
+        assert torch.equal(loss_of(logs).nan_to_num(-1), loss.view(1).nan_to_num(-1))

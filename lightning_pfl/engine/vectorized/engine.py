@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class VectorizedEngine(Shared):
             client_state.put(at, found.client_state)
             results.append(replace(found, uploads={}, client_state={}))
             if on_clients is not None:
-                ran = on_clients(positions.tolist(), results[-1].loss)
+                ran = on_clients(positions.tolist(), partial(getattr, found, "loss"))
                 if ran is not False:
                     self.checks.look_after_hooks(self.traces, self.whole)
                     self.look()
