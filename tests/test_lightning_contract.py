@@ -87,7 +87,7 @@ def parameters(function: Any) -> list[str]:
         ),
         (_lightning.default_backend, ["device"]),
         (_lightning.reduce_tensor, ["result", "group", "reduce_op"]),
-        (_EvaluationLoop._store_dataloader_outputs, ["self"]),
+        (_EvaluationLoop._verify_dataloader_idx_requirement, ["self"]),
         (_EvaluationLoop._on_evaluation_end, ["self", "args", "kwargs"]),
         (_FitLoop.run, ["self"]),
         (_FitLoop.setup_data, ["self"]),

@@ -176,6 +176,8 @@ class FederationState:
             clients: Ids, int64 ``(clients,)``.
             costs: What each costs, such as its samples; None: the same.
         """
+        if self.ranks.size == 1:
+            return self.ranks.shard(torch.zeros_like(clients))
         client_states = self.architectures[0].client_states  # several ones run in one process
         keys = deal_evenly(torch.zeros_like(clients) if costs is None else costs, self.ranks.size)
         if client_states.has_entries() or self.keeps_optimizers or self.splits_data or self.best:

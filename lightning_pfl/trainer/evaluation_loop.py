@@ -76,6 +76,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     clients: Tensor
     table: ClientTable | None = None
     _named_nan: frozenset[str] = frozenset()
+    _verified: Any = None
 
     @property
     def prefix(self) -> str:
@@ -185,9 +186,15 @@ class FederatedEvaluationLoop(EvaluationLoop):
         # Random numbers in validation steps must not change later results.
         with seeded(derive(self.federation.seed, "evaluation", self.federation.rounds)):
             self._evaluate(drawn)
-        self._store_dataloader_outputs()
+        self._logged_outputs.append({})  # the end of the run adds all values
         logged: list[dict[str, Any]] = self.on_run_end()
         return logged
+
+    def _verify_dataloader_idx_requirement(self) -> None:
+        """Check the signatures of the module's hooks once for the data, as to read them is slow."""
+        if self._verified is not self._combined_loader:
+            super()._verify_dataloader_idx_requirement()
+            self._verified = self._combined_loader
 
     def reset(self) -> None:
         """Reset the counters."""
