@@ -7,17 +7,46 @@ which process has which of them changes a bit of :func:`mean_of_rows` and :func:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 DOUBLED = 2**17
 """Number of entries that a sum on the CPU copies to double precision at once."""
+FEW = 2**14
+"""Number of entries up to which calling operators takes longer than their arithmetic."""
 
 
 def as_rows(leaf: Tensor) -> Tensor:
     """Flatten each client's entries to one row, ``(clients, dim)``; scalars too."""
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
+
+
+def means_of_rows(leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """Average the rows of each leaf, as :func:`mean_of_rows` does, the small ones together.
+
+    Args:
+        leaves: Floats, ``(clients, ...)``.
+        weights: At least 0, ``(clients,)``; they sum to 1.
+
+    Returns:
+        Means that share no memory, ``(...)``.
+    """
+    together: dict[torch.dtype, list[int]] = defaultdict(list)
+    for at, leaf in enumerate(leaves):
+        if leaf.numel() <= FEW:
+            together[leaf.dtype].append(at)
+    found: dict[int, Tensor] = {}
+    for some in together.values():
+        wide = torch.cat([as_rows(leaves[at]) for at in some], 1)
+        means = _mean(wide, weights).split([leaves[at].shape[1:].numel() for at in some])
+        for at, mean in zip(some, means, strict=True):
+            found[at] = mean.clone().view(leaves[at].shape[1:])
+    return [
+        found[at] if at in found else mean_of_rows(leaf, weights) for at, leaf in enumerate(leaves)
+    ]
 
 
 def mean_of_rows(leaf: Tensor, weights: Tensor) -> Tensor:
@@ -44,23 +73,25 @@ def _mean(flat: Tensor, weights: Tensor) -> Tensor:
         return _mean_of_two(flat)
     wide = weights.to(flat.device, torch.float64)
     mean, together = flat.new_empty(flat.shape[1]), _columns_at_once(flat)
-    tries = flat.device.type == "cpu" and flat.dtype != torch.float64
+    tries = flat.device.type == "cpu" and flat.dtype != torch.float64 and flat.numel() > FEW
     # Rounding of products and sums, and of the terms of `sum_above` to multiples of a spacing.
     rounding = (8 * len(flat) + 16) * 2.0**-53 + abs(1 - float(wide.sum())) if tries else 0.0
-    doubts = []
+    bound = rounding * max(abs(float(end)) for end in flat.aminmax()) if tries else 0.0
+    unsure = torch.zeros(flat.shape[1] if tries else 0, dtype=torch.bool)
+    # One buffer: a new one for each part costs as much as the arithmetic.
+    buffer = wide.new_empty(len(flat) * min(together, flat.shape[1]) if tries else 0)
     for first in range(0, flat.shape[1], together):
-        rows, out = flat[:, first : first + together], mean[first : first + together]
+        at = slice(first, first + together)
+        rows, out = flat[:, at], mean[at]
         if not tries:
             out.copy_(_exact_mean(rows, wide))
             continue
-        total = wide @ rows.double()
-        bound = rounding * max(abs(float(end)) for end in rows.aminmax())
+        total = wide @ buffer[: rows.numel()].view(rows.shape).copy_(rows)
         torch.sub(total, bound, out=out)
         # NaN, of which a bound would be anything, isn't equal to itself.
-        doubts.append((out != (total + bound).to(flat.dtype)).nonzero().flatten() + first)
-        tries = 8 * len(doubts[-1]) < len(out)
-    if any(map(len, doubts)):
-        doubtful = torch.cat(doubts)
+        torch.ne(out, total.add_(bound).to(flat.dtype), out=unsure[at])
+        tries = 8 * int(unsure[at].count_nonzero()) < len(out)
+    if len(doubtful := unsure.nonzero().flatten()):
         mean[doubtful] = _exact_mean(flat.index_select(1, doubtful), wide)
     return mean
 
@@ -112,7 +143,6 @@ def sum_above(
     bounds = None if within is None else [bound.flatten() for bound in within]
     lowest, total = flat.new_empty(flat.shape[1]), wide.new_empty(flat.shape[1])
     together = _columns_at_once(flat)
-    # One buffer: a new one for each part costs as much as the arithmetic.
     buffer = wide.new_empty(len(flat) * min(together, flat.shape[1]))
     for first in range(0, flat.shape[1], together):
         at = slice(first, first + together)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.kept_memory import KeptMemory
-from lightning_pfl.core.sums import as_rows, double_sum, mean_of_rows
+from lightning_pfl.core.sums import as_rows, double_sum, means_of_rows
 
 Tree = dict[str, Any]
 """A nested dict whose leaves are tensors."""
@@ -371,13 +371,13 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     row are averaged, in double precision: equal rows have exactly their own mean. No order of the
     clients changes a bit, see ``core/sums.py``.
     """
+    averaged = [leaf for leaf in leaves(tree) if leaf.is_floating_point() and not is_expanded(leaf)]
+    means = iter(means_of_rows(averaged, weights))
 
     def mean(leaf: Tensor) -> Tensor:
         if is_expanded(leaf):
             return leaf[0]
-        if not leaf.is_floating_point():
-            return leaf.amax(0)
-        return mean_of_rows(leaf, weights)
+        return next(means) if leaf.is_floating_point() else leaf.amax(0)
 
     return tmap(mean, tree)
 

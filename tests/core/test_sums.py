@@ -16,6 +16,12 @@ from lightning_pfl.core import sums
 pytestmark = pytest.mark.quick
 
 
+@pytest.fixture(autouse=True, params=[0, sums.FEW], ids=["tried", "exact where small"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try plain means of however small tensors, or not."""
+    monkeypatch.setattr(sums, "FEW", request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("count", [15, 3000])
 def test_equal_rows_have_exactly_their_own_mean(dtype: torch.dtype, count: int) -> None:
@@ -168,6 +174,21 @@ def test_weights_that_do_not_sum_to_one_make_all_columns_doubtful() -> None:
     low, total = sums.sum_above(rows, weights)
     mean = sums.mean_of_rows(rows, weights)
     assert torch.equal(mean, (low.double() + total).float())
+
+
+def test_small_leaves_have_the_bits_that_each_has_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(7, 3, 2), (7,), (7, 20000), (7, 0), (7, 1), (7, 5)]
+    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
+    leaves += [leaves[0].double(), leaves[1].bfloat16(), leaves[4].double()]
+    weights = torch.full((7,), 1 / 7, dtype=torch.float64)
+    means = sums.means_of_rows(leaves, weights)
+    for mean, leaf in zip(means, leaves, strict=True):
+        low, total = sums.sum_above(leaf, weights)
+        assert mean.dtype == leaf.dtype
+        assert torch.equal(mean, (low.double() + total).to(leaf.dtype))
+    memory = [mean.untyped_storage().data_ptr() for mean in means if mean.numel()]
+    assert len(set(memory)) == len(memory)
 
 
 def test_only_a_column_with_nan_or_infinity_has_no_mean() -> None:
