@@ -50,7 +50,8 @@ class ClusterOracle(Method):
         weighting: ``"samples"``: :math:`n_k` are the training samples; ``"uniform"``: 1.
         method: The method inside the clusters, with its own budget and weighting; None for
             federated averaging. Not one over a graph, or whose server keeps something for each
-            client.
+            client. New clients adapt by the user's optimizer, also where it has a step of its own
+            for them (FedMAP).
 
     State:
         server: ``clusters``, the method's server tree of each cluster by its number. client_state:
@@ -323,6 +324,10 @@ class ClusterOracle(Method):
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """Return the method's personal models."""
         return self.inner.personal_model(received, client_state, info)
+
+    def predict(self, outputs: Any, features: Any, own: Model) -> Any:
+        """Predict as the method does."""
+        return self.inner.predict(outputs, features, own)
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
         """Return the method's phases."""

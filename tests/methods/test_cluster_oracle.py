@@ -36,6 +36,7 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.core.test_mixture import Prototypes
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, even_clients, plain_module
 from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
@@ -122,6 +123,15 @@ def test_a_cluster_is_a_federation_of_its_method(name: str, engine: str) -> None
         mine = torch.tensor(members)
         assert_trees_close(rows(run.client_state, mine), alone.client_state)
         assert_trees_close(rows(run.models, mine), alone.models)
+
+
+def test_clients_predict_as_the_method_does(engine: str) -> None:
+    """By a function of outputs and features, with tensors of each client's own."""
+    data = small_clients()
+    method = ClusterOracle([0] * 5, method=Prototypes())
+    run = fit(method, data, small_module(), engine=engine, val_data=data)
+    alone = fit(Prototypes(), data, small_module(), engine=engine, val_data=data)
+    assert run.metrics["val_loss"] == pytest.approx(alone.metrics["val_loss"], rel=1e-12)
 
 
 def test_widths_are_those_of_the_clients_in_the_whole_federation(engine: str) -> None:
