@@ -60,7 +60,8 @@ def data_dirs(
 def arguments(recipe: Path, data_dir: Path | None, root: Path) -> list[str]:
     """The recipe with only its data's place, its rounds and its device replaced.
 
-    And with narrow dense layers where it has AlexNet, whose 57 million parameters take gigabytes.
+    And with as few public samples as tiny data have, and with narrow dense layers where it has
+    AlexNet, whose 57 million parameters take gigabytes.
     """
     changed = [
         *("--trainer.max_epochs", str(ROUNDS), "--trainer.accelerator", "cpu"),
@@ -69,6 +70,9 @@ def arguments(recipe: Path, data_dir: Path | None, root: Path) -> list[str]:
     if data_dir is not None:
         changed += ["--data.init_args.source.init_args.data_dir", str(data_dir)]
     changed += FEWER.get(recipe.stem, ())
+    for part in ("method", "data"):
+        if "public_samples" in (yaml.safe_load(recipe.read_text())[part].get("init_args") or {}):
+            changed += [f"--{part}.init_args.public_samples", "100"]
     if "class_path: AlexNetBN" in recipe.read_text():
         changed += ["--model.init_args.num_hidden", "16"]
     return ["fit", "--config", str(recipe), *changed]
