@@ -225,14 +225,15 @@ class FlowerLine:
     """Brings bytes to SuperNodes and back.
 
     Args:
-        connect: Makes Flower's network: called once, and again when a SuperLink is back that had
-            ended.
+        connect: Makes Flower's network: called first of all, when a SuperLink is back that had
+            ended, and again while it fails.
         look: Called at each look at the network; starts a SuperLink again that has ended.
     """
 
     def __init__(self, connect: Callable[[], Any], look: Callable[[], object]) -> None:
         self.connect, self.look = connect, look
-        self.grid = connect()
+        self.grid: Any = None
+        self._ask(lambda grid: grid)
 
     def _ask(self, what: Callable[[Any], Found]) -> Found:
         """Ask the network, which may have to come back."""
@@ -241,6 +242,8 @@ class FlowerLine:
         for last in (*[False] * TRIES, True):
             try:
                 if self.look():
+                    self.grid = None
+                if self.grid is None:
                     self.grid = self.connect()
                 return what(self.grid)
             except HTTPError as error:

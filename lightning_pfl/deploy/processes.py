@@ -40,6 +40,8 @@ LOOK = 0.2
 AGAIN = 5.0
 """Seconds before a process that ended is started again. Flower lets a node that was killed back in
 after two missed heartbeats, up to a minute."""
+STARTS = 5
+"""Starts of a SuperLink at most that end before it listens."""
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",  # no telemetry of a deployment
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -314,19 +316,19 @@ def database(public: Mapping[str, Path]) -> str:
     return f"superlink-{hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]}.db"
 
 
-def _wait(children: Children, port: int, limit: float = 120.0) -> None:
-    """Wait until a SuperLink listens."""
-    end = time.monotonic() + limit
+def _wait(children: Children, port: int) -> None:
+    """Wait until a SuperLink listens: as long as it takes, but not for one that ends each time."""
+    starts = 1
     while True:
-        children.look()
+        starts += len(children.look())
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
             return
         except OSError as error:
-            if time.monotonic() > end:
+            if starts > STARTS:
                 raise RuntimeError(
-                    f"Expected the SuperLink to listen on port {port}, but it doesn't. See "
-                    "flower/superlink.log in the server's folder."
+                    f"Expected the SuperLink to listen on port {port}, but it has ended {STARTS} "
+                    "times before. See flower/superlink.log in the server's folder."
                 ) from error
             time.sleep(0.1)
 

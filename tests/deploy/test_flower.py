@@ -113,10 +113,30 @@ def test_a_network_that_is_gone_is_opened_again(monkeypatch: pytest.MonkeyPatch)
         opened.append(Gone() if len(opened) < 1 else Grid({}))
         return opened[-1]
 
-    looks = iter([[], ["superlink"]])
+    looks = iter([[], [], ["superlink"]])
     line = FlowerLine(connect, lambda: next(looks))
     assert line.present() == []
     assert len(opened) == 2
     line = FlowerLine(Gone, lambda: [])
     with pytest.raises(RuntimeError, match="Expected the SuperLink to answer, but gone"):
         line.present()
+
+
+@pytest.mark.usefixtures("a_task")
+def test_a_network_that_is_slow_to_open_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from httpx import ReadTimeout
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    first, later = Grid({}), Grid({})
+    found = iter([None, first, None, later])
+
+    def connect() -> Any:
+        if (grid := next(found)) is None:
+            raise ReadTimeout("slow")
+        return grid
+
+    looks = iter([[], [], ["superlink"], []])
+    line = FlowerLine(connect, lambda: next(looks))
+    assert line.grid is first
+    assert line.present() == []
+    assert line.grid is later

@@ -15,12 +15,14 @@ import time
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_pfl.deploy.flower import Orders, Tasks
-from lightning_pfl.deploy.processes import alone, database, why_it_ended
+from lightning_pfl.deploy.processes import STARTS, _wait, alone, database, why_it_ended
 from tests.deploy.processes import Processes
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
@@ -89,6 +91,44 @@ def test_a_folder_has_one_server_or_node(tmp_path: Path) -> None:
 def test_a_node_says_why_the_server_keeps_it_out(status: int, log: str, reason: str) -> None:
     start = "Failed to initialize the connection to the SuperLink.\n"
     assert re.search(reason, why_it_ended(status, log.format(start, start)))
+
+
+class Link:
+    """A SuperLink that ends some times, and then takes a number of looks until it listens."""
+
+    def __init__(self, ends: int, looks: int = 0) -> None:
+        self.ends, self.looks, self.seconds = ends, looks, 0.0
+
+    def look(self) -> list[str]:
+        if self.ends:
+            self.ends -= 1
+            return ["superlink"]
+        self.looks -= 1
+        return []
+
+    def create_connection(self, *_: object) -> Any:
+        if self.ends or self.looks > 0:
+            raise ConnectionRefusedError
+        return SimpleNamespace(close=lambda: None)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize(("ends", "looks"), [(0, 10**4), (4, 10), (5, 10)])
+def test_a_server_waits_for_a_slow_superlink_but_not_for_one_that_ends_each_time(
+    ends: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(ends, looks)
+    monkeypatch.setattr("socket.create_connection", link.create_connection)
+    monkeypatch.setattr("time.sleep", link.sleep)
+    monkeypatch.setattr("time.monotonic", lambda: link.seconds)
+    if ends < STARTS:
+        _wait(link, 1)  # type: ignore[arg-type]
+        assert link.looks == 0
+    else:
+        with pytest.raises(RuntimeError, match="Expected the SuperLink to listen on port 1"):
+            _wait(link, 1)  # type: ignore[arg-type]
 
 
 def test_a_key_that_was_replaced_is_not_let_in_by_an_old_database(tmp_path: Path) -> None:
