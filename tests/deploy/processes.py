@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,17 +35,6 @@ PRELOADED = [
     "flwr.supernode.runtime.run_clientapp",
 ]
 """Modules that servers and nodes need."""
-
-
-def wait_for_port(port: int, limit: float = 120.0) -> None:
-    """Wait until something listens on a port."""
-    end = time.monotonic() + limit
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 class Running(Protocol):
@@ -192,8 +180,8 @@ class Processes:
         end = time.monotonic() + limit
         while not there():
             server = self.running.get("server")
-            ended = server is not None and server.poll() not in (None, 0)
-            if ended or time.monotonic() > end:
+            ended = server is not None and server.poll() is not None
+            if (ended and not there()) or time.monotonic() > end:
                 told = [f"{p}:\n{p.read_text()[-2000:]}" for p in self.folder.glob("*/out.txt")]
                 logs = [f"{p}:\n{p.read_text()[-2000:]}" for p in self.folder.rglob("*.log")]
                 raise AssertionError("\n".join([*told, *logs]))

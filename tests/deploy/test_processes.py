@@ -149,12 +149,15 @@ def test_another_key_and_a_key_that_is_in_use_are_kept_out(tmp_path: Path) -> No
     with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
         deployed.add_stranger()
         shutil.copytree(deployed.folder / "0", deployed.folder / "twin")  # a second machine
-        deployed.start("server", *NAMES)
-        deployed.until(lambda: "0 is here" in deployed.log)
-        deployed.start("stranger", "twin")
+        deployed.start("server", "0")
+        deployed.until(lambda: "Waiting for 1, 2." in deployed.log)
+        deployed.start("stranger", "twin")  # the run can't begin, nor end, before 1 and 2 are here
         for name in ("stranger", "twin"):
             said = deployed.folder / name / "out.txt"
             deployed.until(lambda said=said: "doesn't know this node's key" in said.read_text())  # type: ignore[misc]
+        # Flower would let the twin in when 0 is too busy to be heard for a minute.
+        deployed.kill("stranger", "twin")
+        deployed.start("1", "2")
         deployed.finish()
         link = (deployed.folder / "server/run/flower/superlink.log").read_text()
         assert "No SuperNode found with the given public key" in link
@@ -213,48 +216,62 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.kill
-@pytest.mark.filterwarnings("ignore:Round . left out 1 of 3 clients")
+@pytest.mark.filterwarnings("ignore:Round .* left out . of 3 clients")
 def test_a_node_that_was_away_for_two_rounds_goes_on_from_its_state(tmp_path: Path) -> None:
-    recipe = recipe_of("SCAFFOLD", 7, 1.0, clients=3, limit_val_batches=0)
+    recipe = recipe_of("SCAFFOLD", MANY, 1.0, clients=3, limit_val_batches=0)
     with Processes(tmp_path, recipe, NAMES, warm=True, timeout=60) as deployed:
         deployed.start("server", *NAMES)
         deployed.until(lambda: "Round 1 of" in deployed.log)
         deployed.kill("1")
-        deployed.until(lambda: "Round 3 of" in deployed.log)
+        deployed.until(lambda: rounds_without("1", deployed.log) >= 2)
         deployed.start("1")
         deployed.finish()
-        away = rounds_without("1", deployed.log)
-        assert away[:2] == [1, 2]
-        assert 6 not in away  # it took part again
-        simulated = simulate(recipe, tmp_path, (LeftOut(away, ["1"]),))
-        assert deployed.differences(simulated.strategy.federation) == []
+        away = left_out(deployed.log)
+        assert "1" not in away[-1]  # it took part again
+        assert deployed.differences(simulated(recipe, tmp_path, away)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.kill
-@pytest.mark.filterwarnings("ignore:Round . left out 1 of 3 clients")
+@pytest.mark.filterwarnings("ignore:Round .* left out . of 3 clients")
 def test_a_node_slower_than_the_timeout_is_left_out_and_its_late_answer_unread(
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of("SCAFFOLD", 6, 1.0, clients=3, limit_val_batches=0)
+    recipe = recipe_of("SCAFFOLD", MANY, 1.0, clients=3, limit_val_batches=0)
     with Processes(tmp_path, recipe, NAMES, warm=True, timeout=60) as deployed:
         deployed.start("server", *NAMES)
         deployed.until(lambda: "Round 1 of" in deployed.log)
         os.kill(deployed.running["1"].pid, signal.SIGSTOP)  # its SuperNode stays
-        deployed.until(lambda: "without 1 (no answer" in deployed.log)
+        deployed.until(lambda: rounds_without("1", deployed.log) >= 1)
         os.kill(deployed.running["1"].pid, signal.SIGCONT)
         deployed.finish()
-        away = rounds_without("1", deployed.log)
-        assert away
-        assert 5 not in away  # it took part again
-        simulated = simulate(recipe, tmp_path, (LeftOut(away, ["1"]),))
-        assert deployed.differences(simulated.strategy.federation) == []
+        away = left_out(deployed.log)
+        assert "1" not in away[-1]  # it took part again
+        assert deployed.differences(simulated(recipe, tmp_path, away)) == []
 
 
-def rounds_without(client: str, log: str) -> list[int]:
-    """List the rounds that left out a client, from 0."""
+MANY = 10
+"""Rounds; those that leave out a node are long, and end once it is back, however long it took."""
+
+
+def left_out(log: str) -> list[list[str]]:
+    """List the clients that each round has left out.
+
+    On a busy machine that may be one that was only slow.
+    """
     rounds = [text for text in log.splitlines() if "] Round " in text]
-    return [number for number, text in enumerate(rounds) if f"without {client} (no answer" in text]
+    return [re.findall(r"without (\S+) \(no answer", text) for text in rounds]
+
+
+def rounds_without(client: str, log: str) -> int:
+    """Count the rounds that have left out a client."""
+    return sum(client in names for names in left_out(log))
+
+
+def simulated(recipe: dict[str, Any], folder: Path, away: list[list[str]]) -> Any:
+    """Simulate a run whose rounds leave out the same clients."""
+    callbacks = [LeftOut([number], names) for number, names in enumerate(away) if names]
+    return simulate(recipe, folder, tuple(callbacks)).strategy.federation
 
 
 @pytest.mark.slow
