@@ -33,7 +33,7 @@ from lightning_pfl.engine.safety.snapshot import (
     has_generators,
     snapshot,
 )
-from lightning_pfl.engine.steps import Limits, Unread
+from lightning_pfl.engine.steps import Limits
 from lightning_pfl.engine.trace import Given, Traces
 
 EVALUATING = ("validation_step", "test_step")
@@ -224,9 +224,8 @@ class SequentialEvaluation:
             return seeded(derive(self.settings.seed, work.step, client, number), everything=unsure)
 
         def run(number: int, model: Model, batch: Any) -> _Logged:
-            at: Any = Unread() if traces.recording else number
             self._noted.begin()
-            logged = program.evaluation_step(model, work.step, batch, at)[1]
+            logged = program.evaluation_step(model, work.step, batch, traces.seen(number))[1]
             given, metrics = dict[str, Tensor](), dict[str, Metric]()
             if self._noted.active:
                 program.log.calls, given = self._noted.taken(logged), self._noted.given()
@@ -254,7 +253,9 @@ class SequentialEvaluation:
                         drawing(client, number),
                     ):
                         step_of = partial(run, number)
-                        values, given_to, objects, way = traces.run(step_of, model, batch)
+                        values, given_to, objects, way = traces.run(
+                            step_of, model, batch, kind=traces.kind(number)
+                        )
                         program.log.replayed(way)
                         if program.log.calls is not None:
                             own, objects = made(program.log.calls, given_to, self.module)

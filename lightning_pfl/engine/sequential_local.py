@@ -40,7 +40,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
-from lightning_pfl.engine.steps import Unread, split_draws
+from lightning_pfl.engine.steps import split_draws
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Traces
 from lightning_pfl.engine.travel import Travel
@@ -197,7 +197,9 @@ class SequentialLocalStep:
                 numbers, minibatches = map(list, zip(*step, strict=True))
                 mine = [seeds[number] for number in numbers if seeds]
                 keys = [rows[number] for number in numbers if seeds]
-                logged = whole.step(partial(take, numbers, mine), (minibatches, keys))
+                logged = whole.step(
+                    partial(take, numbers, mine), (minibatches, keys), whole.kind(*numbers)
+                )
                 for values, size, way in logged:
                     self.program.log.replayed(way)
                     self._log(values, {}, size)
@@ -318,7 +320,7 @@ class SequentialLocalStep:
 
     def _number(self, number: int) -> Any:
         """Return a minibatch's number as the module's step gets it."""
-        return Unread() if self._is_recorded else number
+        return (self.whole if self.whole.recording else self.traces).seen(number)
 
     @contextmanager
     def _metrics_kept(self, kept: bool = True) -> Iterator[None]:
@@ -383,7 +385,8 @@ class SequentialLocalStep:
             with self._metrics_kept(self._logged), self.random.of(number, plain) as key:
                 if term is None:
                     step = partial(self._differentiated, number)
-                    found = self.traces.run(step, known, minibatch, key)
+                    kind = self.traces.kind(number)
+                    found = self.traces.run(step, known, minibatch, key, kind=kind)
                     grads, values, metrics, way = found
                     self.program.log.replayed(way)
                 else:
@@ -475,7 +478,8 @@ class SequentialLocalStep:
         for number, minibatch in _plain(batch):
             step = partial(self._measured, number)
             with torch.no_grad(), self._metrics_kept(), self.random.of(number, True) as key:
-                loss = self.traces.run(step, given, minibatch, key, MEASURED)
+                kind = self.traces.kind(number)
+                loss = self.traces.run(step, given, minibatch, key, MEASURED, kind=kind)
             if loss is not None:
                 size = batch_length(minibatch)
                 sums.append(loss.double() * size)

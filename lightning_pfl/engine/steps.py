@@ -257,19 +257,27 @@ def joined(minibatches: int, most: int) -> list[int]:
     return found
 
 
+class NumberReadError(Exception):
+    """A step that reads the number of a minibatch."""
+
+
 class Unread:
     """The number of a minibatch in a step that is recorded, which mustn't depend on it.
 
-    It may be handed on, and asked for its class; whatever reads its value raises TypeError.
+    It may be handed on, and asked for its class; whatever reads its value raises NumberReadError.
     """
 
     __class__: Any = int
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError("it reads the number of a minibatch")
+        raise NumberReadError("it reads the number of a minibatch")
 
-    # All other operators are missing.
     __bool__ = __eq__ = __ne__ = __hash__ = __repr__ = __str__ = __format__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+for _operator in set(dir(int)) - set(dir(object)):
+    setattr(Unread, _operator, Unread._refuse)
 
 
 def order_key(seed: int, stream: str, round: int, client: int, epoch: int) -> int:

@@ -27,6 +27,7 @@ from lightning_pfl.engine.recording import KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
 from lightning_pfl.engine.safety.global_rng import States
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
+from lightning_pfl.engine.steps import NumberReadError, Unread
 
 WARM_UP = 2
 """Calls without recording."""
@@ -212,10 +213,12 @@ class Repeated(ABC, Generic[Recorded]):
     Attributes:
         used: Number of replays.
         recording: Whether a step is being recorded.
+        numbered: Whether steps have read the numbers of minibatches, so that recordings depend on
+            them, too.
     """
 
     def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.used, self.recording = 0, False
+        self.used, self.recording, self.numbered = 0, False, False
         self._around = around
         self._checks, self._at_once, self._before = True, False, 0
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
@@ -275,6 +278,9 @@ class Repeated(ABC, Generic[Recorded]):
                 recorded, result = self._record(function, given, leaves)
         # Whatever a method, a user's layers or a device raise; a true error recurs.
         except Exception as error:
+            if not self.numbered and isinstance(error, NumberReadError):
+                self.numbered = True
+                return self._really(function, given)
             reason = (str(error).strip().splitlines() or [""])[0]
             self.stop(f"a step can't be recorded ({type(error).__name__}: {reason})")
         else:
@@ -315,6 +321,14 @@ class Repeated(ABC, Generic[Recorded]):
     def _check(self, recorded: Recorded, function: Function, given: Any, leaves: Leaves) -> Any:
         """Take the step once, compare it with a replay, and stop if they differ."""
 
+    def seen(self, number: int) -> Any:
+        """Return a minibatch's number as a step gets it that may be recorded."""
+        return number if self.numbered or not self.recording else Unread()
+
+    def kind(self, *numbers: int) -> tuple[int, ...]:
+        """Return what recordings depend on of the numbers of a step's minibatches."""
+        return numbers if self.numbered else ()
+
     @abstractmethod
     def stop(self, why: str) -> None:
         """Record and replay such steps no more."""
@@ -350,17 +364,18 @@ class Traces(Repeated[Recording]):
         """
         self._context = None if context is None else self._contexts[context]
 
-    def run(self, function: Function, *args: Any) -> Any:
+    def run(self, function: Function, *args: Any, kind: Any = ()) -> Any:
         """Return ``function(*args)``, replayed if it was recorded before.
 
         Args:
             function: Returns a tree of tensors; must only read ``args`` and constants.
             args: Trees of tensors, or :class:`Given` ones.
+            kind: What it depends on besides.
         """
         if not self.enabled or self._context is None:
             return self._really(function, args)
         leaves: Leaves = []
-        signature: list[Any] = [self._context]
+        signature: list[Any] = [self._context, kind]
         try:
             for arg in args:
                 if isinstance(arg, Given):

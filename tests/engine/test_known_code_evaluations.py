@@ -325,11 +325,12 @@ def test_recordings_of_settings_that_are_gone_make_room(monkeypatch: pytest.Monk
     assert replays > 12 * 5
 
 
-class ReadsNumberLate(Plain):
+class SelectsLate(Plain):
     """Its evaluation can't be recorded, its training can."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx))
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        self.log("val_loss", losses[losses >= losses.median()].mean())
 
 
 def run(make: Callable[[], Any], engine: str, rounds: int = 4, path: Any = None) -> Fit:
@@ -338,12 +339,12 @@ def run(make: Callable[[], Any], engine: str, rounds: int = 4, path: Any = None)
 
 
 def test_an_evaluation_that_is_not_replayed_leaves_training_replayed() -> None:
-    found = run(ReadsNumberLate, "sequential")
+    found = run(SelectsLate, "sequential")
     engine: Any = found.federation.engine
     assert engine._sequential.whole.used > 5
     assert engine._sequential.whole._refused == set()
     assert engine._sequential.traces.enabled
-    reference = run(ReadsNumberLate, "reference")
+    reference = run(SelectsLate, "reference")
     assert found.metrics == pytest.approx(reference.metrics, rel=1e-9)
 
 

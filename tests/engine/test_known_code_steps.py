@@ -28,12 +28,14 @@ from tests.engine.users_steps import (
     HONEST,
     UNKNOWN,
     BecomesUnknown,
+    ComparesNumber,
     Logs,
     Plain,
     ReadsAttribute,
     Regularised,
     Weighted,
     as_they_were,
+    nothing,
     set_list_late,
     set_logs,
     set_scale,
@@ -179,6 +181,7 @@ class Single(ReadsAttribute):
         (Logs, set_logs),
         (Weighted, set_scale),
         (Regularised, set_scale),
+        (ComparesNumber, nothing),
     ],
 )
 def test_both_engines_agree(make: Any, change: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
+    NumberReadError,
+    Unread,
     count_steps,
     epoch_minibatches,
     order_key,
@@ -226,3 +230,32 @@ def test_full_batches_cost_the_memory_of_the_data() -> None:
     batches = make(False, Budget(1, None), Limits(), False, batch_size=10**9)
     assert batches.local.numel() <= 4 * max(SIZES)
     assert [sorted(sum(seen, [])) for seen in collect(batches)][0] == list(range(9))  # noqa: RUF015, RUF017
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda number: number % 100 == 0,
+        lambda number: 1 + number,
+        lambda number: number < 3,
+        lambda number: number <= 3,
+        lambda number: -number,
+        lambda number: number or 2,
+        lambda number: {number: 1},
+        lambda number: f"{number}",
+        lambda number: f"{number:03d}",
+        lambda number: float(number),
+        lambda number: [1, 2, 3][number],
+        lambda number: divmod(7, number),
+        lambda number: 2.0**number,
+        lambda number: torch.ones(3) * number,
+        lambda number: number in (1, 2),
+        lambda number: range(number),
+        lambda number: round(number),
+    ],
+)
+def test_a_number_that_is_not_to_be_read(read: Callable[[Any], Any]) -> None:
+    number = Unread()
+    assert isinstance(number, int)
+    with pytest.raises(NumberReadError, match="reads the number of a minibatch"):
+        read(number)

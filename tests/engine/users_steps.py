@@ -346,7 +346,59 @@ def set_logs(module: Any, number: int) -> None:
     module.shown, module.kind = number % 2 == 1, ("a", "b", "c")[number % 3]
 
 
+class ReadsNumber(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx)
+
+
+class ComparesNumber(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return 2 * loss if batch_idx == 3 else loss
+
+
+class LogsNumber(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", batch_idx, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+class ReadsHeld(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"gain": 1.0}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.held["gain"]
+
+
+class ReadsObject(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = SimpleNamespace(gain=1.0)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.held.gain  # type: ignore[no-any-return]
+
+
+def set_held(module: Any, number: int) -> None:
+    held = module.hparams.get("held", getattr(module, "held", None))
+    if isinstance(held, dict):
+        held["gain"] = 1.0 + 0.1 * number
+    elif isinstance(held, list):
+        held.append(1.0 + 0.1 * number)
+    else:
+        held.gain = 1.0 + 0.1 * number
+
+
 HONEST: list[Any] = [
+    (ReadsNumber, nothing),
+    (ComparesNumber, nothing),
+    (LogsNumber, nothing),
     (ReadsAttribute, set_scale),
     (functools.partial(ReadsHparam, scale=1.0), set_hparam),
     (ReadsGlobal, set_global),
@@ -396,24 +448,6 @@ class ReadsSteps(Plain):
 class ReadsList(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * GAINS[-1]
-
-
-class ReadsHeld(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = {"gain": 1.0}
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.held["gain"]
-
-
-class ReadsObject(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = SimpleNamespace(gain=1.0)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.held.gain  # type: ignore[no-any-return]
 
 
 class ReadsHeldHparam(Plain):
@@ -501,23 +535,6 @@ class IsDecorated(Plain):
 class Overrides(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * GAINS[-1]
-
-
-class ReadsNumber(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx)
-
-
-class ComparesNumber(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        return 2 * loss if batch_idx == 3 else loss
-
-
-class LogsNumber(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("number", batch_idx, reduce_fx="max")
-        return super().training_step(batch, batch_idx)
 
 
 class DrawsInPython(Plain):
@@ -630,27 +647,13 @@ def set_list(module: Any, number: int) -> None:
     kept.values = [1.0 + 0.1 * number]  # type: ignore[attr-defined]
 
 
-def set_held(module: Any, number: int) -> None:
-    held = module.hparams.get("held", getattr(module, "held", None))
-    if isinstance(held, dict):
-        held["gain"] = 1.0 + 0.1 * number
-    elif isinstance(held, list):
-        held.append(1.0 + 0.1 * number)
-    else:
-        held.gain = 1.0 + 0.1 * number
-
-
-def nothing(*_: Any) -> None:
-    pass
-
-
 UNKNOWN: list[Any] = [
+    (ReadsHeld, set_held),
+    (ReadsObject, set_held),
     (ReadsEpoch, nothing),
     (ReadsTrainer, nothing),
     (ReadsSteps, nothing),
     (ReadsList, set_list),
-    (ReadsHeld, set_held),
-    (ReadsObject, set_held),
     (lambda: ReadsHeldHparam(held={"gain": 1.0}), set_held),
     (lambda: CountsHparam(count=0), nothing),
     (Counts, nothing),
@@ -661,9 +664,6 @@ UNKNOWN: list[Any] = [
     (GetsAttributes, set_list),
     (IsDecorated, set_list),
     (Overrides, set_list),
-    (ReadsNumber, nothing),
-    (ComparesNumber, nothing),
-    (LogsNumber, nothing),
     (DrawsInPython, nothing),
     (DrawsInNumpy, nothing),
     (LogsFloat, nothing),

@@ -217,7 +217,7 @@ class Chunk:
                 optimizer.new_tick()
             local_step.begin(tick, local_step.step)
             listed = local_step.logs = ListedLogs(self.program.log)
-            local_step.numbered = not kept
+            local_step.whole = repeated
             new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
             local_step.logs = self.logs
             return tree | {"state": new, "optimizer": optimizer.placed()}, listed.listed
@@ -237,7 +237,8 @@ class Chunk:
                 for minibatch in tick.minibatches:
                     minibatch.key = local_step.key(minibatch)
                 tensors = [minibatch.tensors(self.device) for minibatch in tick.minibatches]
-                kind = first if alone else None
+                numbers = repeated.kind(*(minibatch.number for minibatch in tick.minibatches))
+                kind = (first, numbers) if alone else None
                 listed = repeated.step(partial(take, tick, alone), tensors, kind)
                 for values, sizes, way in listed:
                     self.program.log.replayed(way)

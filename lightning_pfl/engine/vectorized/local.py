@@ -21,9 +21,8 @@ from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.steps import Unread
 from lightning_pfl.engine.terms import Term, split_terms
-from lightning_pfl.engine.trace import Traces
+from lightning_pfl.engine.trace import Repeated, Traces
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Inputs, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
@@ -47,7 +46,7 @@ class VectorizedLocalStep:
         travel: Counts the way of the chunk's clients; None if the method doesn't need it.
 
     Attributes:
-        numbered: Whether a step may depend on its number, as by noise.
+        whole: Recordings of whole steps, if they take this one; else None.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class VectorizedLocalStep:
         self._tick = Tick(None, [])
         self._logged = False
         self._calls: dict[str, int] = {}
-        self.numbered = True
+        self.whole: Repeated[Any] | None = None
 
     @property
     def lr(self) -> float:
@@ -189,7 +188,7 @@ class VectorizedLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Draw normal numbers of the clients' steps, ``(clients, ...)``."""
-        if not self.numbered:
+        if self.whole is not None and self.whole.recording:
             raise TypeError("it draws noise")
         keys = self._noise_keys
         keys = keys if self._tick.rows is None else keys[self._tick.rows]
@@ -232,7 +231,9 @@ class VectorizedLocalStep:
 
     def _number(self, minibatch: Minibatch) -> Any:
         """Return a minibatch's number as the module's step gets it."""
-        return minibatch.number if self.numbered and not self.traces.recording else Unread()
+        whole = self.whole
+        recorder = self.traces if whole is None or not whole.recording else whole
+        return recorder.seen(minibatch.number)
 
     def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
         """Collect the inputs of a client's program besides the model, leaves ``(clients, ...)``."""
@@ -264,7 +265,8 @@ class VectorizedLocalStep:
             return self.gradient(trained, fixed, inputs), self.program.log.way()
 
         if term is None:
-            result, way = self.traces.run(differentiated, trained, fixed, inputs)
+            kind = self.traces.kind(minibatch.number)
+            result, way = self.traces.run(differentiated, trained, fixed, inputs, kind=kind)
             self.program.log.replayed(way)
         else:
             self.gradient.objective = term.objective
