@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -49,7 +50,10 @@ _FUNCTIONS = dict(vars(F))
 
 def replaced_functions() -> dict[str, Any]:
     """Return by name what a user has put in the place of functions of ``torch.nn.functional``."""
-    return {name: now for name, own in _FUNCTIONS.items() if (now := vars(F).get(name)) is not own}
+    found = vars(F)
+    if len(found) == len(_FUNCTIONS) and all(map(is_, found.values(), _FUNCTIONS.values())):
+        return {}  # as almost always
+    return {name: now for name, own in _FUNCTIONS.items() if (now := found.get(name)) is not own}
 
 
 def own_function(function: Any) -> Any:

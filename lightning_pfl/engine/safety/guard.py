@@ -17,7 +17,7 @@ DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
 
 
 @contextmanager
-def guarded(module: nn.Module, key: int) -> Iterator[Elsewhere]:
+def guarded(module: nn.Module, key: int, known: bool = False) -> Iterator[Elsewhere]:
     """Run steps of many clients as one program, and check that they leave no trace.
 
     Python runs once for all clients: an attribute that a step sets would be shared by them, or
@@ -27,6 +27,8 @@ def guarded(module: nn.Module, key: int) -> Iterator[Elsewhere]:
     Args:
         module: The user's module.
         key: Seed of the global generators inside the block.
+        known: Whether the code of the steps is known to leave no trace but draws from torch's
+            generators, so that only these are seeded.
 
     Yields:
         Whether the global generators were used, valid after the block.
@@ -35,6 +37,10 @@ def guarded(module: nn.Module, key: int) -> Iterator[Elsewhere]:
         NotVectorizableError: If a step has changed an attribute of the module, or has used Python's
             or NumPy's generator.
     """
+    if known:
+        with watch_global_rng(key, torch_alone=True) as elsewhere:
+            yield elsewhere
+        return
     before = snapshot(module)
     try:
         with watch_global_rng(key) as elsewhere:
