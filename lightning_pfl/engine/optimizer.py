@@ -116,6 +116,20 @@ def options_of(
     return tuple(found)
 
 
+def changes_rates_alone(schedule: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether a schedule changes no options of an optimizer but its learning rates.
+
+    Args:
+        schedule: The options of each group at each step.
+    """
+    others = [
+        [{key: value for key, value in group.items() if key != "lr"} for group in step]
+        for step in schedule
+    ]
+    rates = (group["lr"] for step in schedule for group in step)
+    return all(one == others[0] for one in others) and all(type(rate) is float for rate in rates)
+
+
 def rates_of(optimizer: Optimizer, lr: float | None) -> dict[str, Tensor]:
     """Return learning rates as tensors, by the number of their group, where steps may read them so.
 

@@ -47,6 +47,7 @@ from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import (
     Recordings,
+    changes_rates_alone,
     options_of,
     rates_of,
     why_not_elementwise,
@@ -310,17 +311,19 @@ class SequentialEngine:
     ) -> int | None:
         recordable = hasattr(type(work.method).client_step, "recorded_settings")
         known = recordable and why_not_elementwise(work.optimizer) is None
-        plain = work.schedule is None and not work.method.measures_travel
-        if not (known and plain and self.records(work)):
+        if not known or work.method.measures_travel or not self.records(work):
             return None
         settings, lr = recorded_settings(work.method), active.phase.lr
+        rates, scheduled = rates_of(work.optimizer, lr), work.schedule is not None
+        if scheduled and len(rates) < len(work.optimizer.param_groups):
+            return None
         return self.whole.context(
             (
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
                 (active.trainable, active.phase.name, active.phase.data),
                 (Same(local_step.program), local_step.random.keyed, self.settings_in(number)),
-                options_of(work.optimizer, lr, rates_of(work.optimizer, lr)),
+                (scheduled, options_of(work.optimizer, lr, rates)),
             )
         )
 
@@ -396,8 +399,9 @@ class SequentialEngine:
                     )
                     if found is not None:
                         minibatches.cache(found[0][0])
-                whole = self.whole_steps(work, number, active, local_step)
                 schedule = work.options(phase, len(minibatches.bounds))
+                plain = schedule is None or changes_rates_alone(schedule)
+                whole = self.whole_steps(work, number, active, local_step) if plain else None
                 local_step.begin(active, number, schedule)
                 self._record_gradients(active, number, local_step.program, whole is None)
                 before = None if kept is None else kept.get(phase.name, {})

@@ -173,6 +173,7 @@ class SequentialLocalStep:
         kept = {} if self._optimizer is None else self._optimizer.placed()
         rates = rates_of(self.template, self.active.phase.lr)
         whole.load(context, {"state": state, "optimizer": kept, "rates": rates})
+        registers: dict[str, Tensor] = whole.state()["rates"]
 
         def take(
             numbers: list[int], seeds: list[int], tree: Tree, given: tuple[list[Any], list[Tensor]]
@@ -193,7 +194,10 @@ class SequentialLocalStep:
         seeds, rows = self.random.keys(count)
         with self.random.around_whole_steps():
             for step in steps:
-                self.new_step()
+                self._count_step()
+                if self._schedule is not None:
+                    for number, rate in registers.items():
+                        rate.fill_(self._schedule[self.step][int(number)]["lr"])
                 numbers, minibatches = map(list, zip(*step, strict=True))
                 mine = [seeds[number] for number in numbers if seeds]
                 keys = [rows[number] for number in numbers if seeds]
@@ -340,10 +344,13 @@ class SequentialLocalStep:
 
     def new_step(self) -> None:
         """Start a step, whose first gradient logs, unless samples are public."""
-        self._logged = self.active.phase.data == "public"
-        self.step += 1
+        self._count_step()
         if self._schedule is not None:
             self.optimizer.at(self.step)
+
+    def _count_step(self) -> None:
+        self._logged = self.active.phase.data == "public"
+        self.step += 1
         if not self.active.phase.evaluate_only:
             self.random.new_step()
 

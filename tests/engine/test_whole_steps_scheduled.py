@@ -64,7 +64,7 @@ class Scheduled(L.LightningModule):
         layers = self.body, self.middle, self.head
         groups = [{"params": list(layer.parameters()), "lr": 1.0} for layer in layers]
         optimizer = self.optimizer(groups, **self.options)
-        factors: Any = [mine.__getitem__ for mine in self.rates]
+        factors: Any = [lambda step, mine=mine: mine[step] for mine in self.rates]
         return {
             "optimizer": optimizer,
             "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factors),
@@ -156,3 +156,98 @@ def test_a_step_that_reads_its_rate_gets_that_of_the_round(engine: str) -> None:
     _, found = run(Scheduled(ALIKE), Reading(local_epochs=2), engine)
     _, expected = run(Scheduled(ALIKE), Reading(local_epochs=2), engine, records=False)
     assert_trees_equal(found, expected)
+
+
+# --- schedules that count steps ---
+
+
+class ByStep(Scheduled):
+    """The same with a rate of its own in each step, and another option that may change, too.
+
+    Args:
+        change: Changes other options of a group at a step.
+    """
+
+    def __init__(self, *args: Any, change: Any = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.change = change
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        scheduler, change = found["lr_scheduler"], self.change
+        if change is not None:
+            step = scheduler.step
+
+            def changing(*args: Any) -> None:
+                step(*args)
+                for group in found["optimizer"].param_groups:
+                    change(group, scheduler.last_epoch)
+
+            scheduler.step = changing
+        return {**found, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+STEPS = 4 * ROUNDS + 1
+UNLIKE = [[0.3 / (2 + (3 * step + layer) % 7) for step in range(STEPS)] for layer in range(3)]
+ONE = [[0.3 * 0.9**step for step in range(STEPS)]] * 3
+
+
+@pytest.mark.parametrize("rates", [UNLIKE, ONE])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {}),
+    ],
+)
+def test_rates_of_each_step(
+    rates: Any, optimizer: Any, options: Any, recorded: list[WholeSteps]
+) -> None:
+    """The bits of steps, by recordings of the first, which makes states, and of all others."""
+    method = Ditto(0.5, local_epochs=2)
+    _, found = run(ByStep(rates, optimizer, **options), method, "sequential")
+    assert len(recorded) == 2
+    _, expected = run(ByStep(rates, optimizer, **options), method, "sequential", records=False)
+    assert_trees_equal(found, expected)
+    constant = [[mine[0]] * STEPS for mine in rates]
+    _, other = run(ByStep(constant, optimizer, **options), method, "sequential")
+    with pytest.raises(AssertionError):
+        assert_trees_equal(found, other)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.SGD])
+def test_schedules_that_no_recording_follows(optimizer: Any, recorded: list[WholeSteps]) -> None:
+    """Of rates that no kernel reads out of a tensor, and of other options."""
+
+    def change(group: Any, step: int) -> None:
+        group["momentum"] = 0.5 + 0.02 * step
+
+    more = {"momentum": 0.5, "change": change} if optimizer is torch.optim.SGD else {}
+    _, found = run(ByStep(UNLIKE, optimizer, **more), FedAvg(local_epochs=2), "sequential")
+    assert not recorded
+    _, expected = run(
+        ByStep(UNLIKE, optimizer, **more), FedAvg(local_epochs=2), "sequential", records=False
+    )
+    assert_trees_equal(found, expected)
+
+
+def test_a_step_that_reads_its_rate_gets_that_of_the_step() -> None:
+    _, found = run(ByStep(ONE), Reading(local_epochs=2), "sequential")
+    _, expected = run(ByStep(ONE), Reading(local_epochs=2), "sequential", records=False)
+    assert_trees_equal(found, expected)
+
+
+def test_clients_of_unequal_sizes_begin_at_the_rate_of_the_round(
+    recorded: list[WholeSteps],
+) -> None:
+    """One may have a single step, in which no schedule changes anything."""
+    data = image_clients((3, 9, 4), dtype=torch.float32)
+    found = []
+    for limit in (trace.LIMIT, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace, "LIMIT", limit)
+            one = fit(FedAvg(), data, ByStep(ONE), ROUNDS, "sequential")
+        found.append({"server": one.server, "clients": one.recorder.banks[-1]})
+    assert recorded
+    assert_trees_equal(found[0], found[1])
