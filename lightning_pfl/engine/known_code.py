@@ -384,6 +384,8 @@ class _Reader:
         if not isinstance(value, BuiltinFunctionType):  # most operators' module is torch._C
             parts.update(str(getattr(value, "__module__", "")).split("."))
         usual = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+        # Not a generator's or a list's, as `random.getrandbits` is and `[1].pop`.
+        usual &= isinstance(getattr(value, "__self__", None), (type, ModuleType, type(None)))
         usual &= not (isinstance(value, type) and issubclass(value, (Metric, MetricCollection)))
         if not (usual and ours and READING.isdisjoint(parts)):
             _unknown(f"it reads {name!r}")

@@ -10,6 +10,7 @@ import functools
 import inspect
 import random
 import sys
+from random import getrandbits
 from types import SimpleNamespace
 from typing import Any
 
@@ -542,6 +543,20 @@ class DrawsInPython(Plain):
         return loss * random.random()
 
 
+class DrawsBits(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1 + getrandbits(3))
+
+
+class TakesFromList(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.take = [*map(float, range(1000))].pop
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.take()
+
+
 class DrawsInNumpy(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * float(np.random.rand())
@@ -665,6 +680,8 @@ UNKNOWN: list[Any] = [
     (IsDecorated, set_list),
     (Overrides, set_list),
     (DrawsInPython, nothing),
+    (DrawsBits, nothing),
+    (TakesFromList, nothing),
     (DrawsInNumpy, nothing),
     (LogsFloat, nothing),
     (Branches, nothing),
