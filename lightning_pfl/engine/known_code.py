@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import sys
 from abc import ABCMeta
 from collections.abc import Iterator
 from functools import cache
@@ -151,6 +152,42 @@ def read_by_step(module: nn.Module, step: str = "training_step", metrics: bool =
     reader = _Reader(module, metrics)
     reader.step(step)
     return reader.read
+
+
+def read_by_item(dataset: Any) -> tuple[Read, frozenset[str]]:
+    """Return what the code by which a data set gets a sample reads, and names of attributes.
+
+    Args:
+        dataset: A data set of a user's, with ``__getitem__``.
+
+    Returns:
+        As of :func:`read_by_step`, and all names that it reads of objects.
+
+    Raises:
+        UnknownCodeError: If it may read anything but its argument, tensors and numbers that are
+            attributes, known functions and global numbers.
+    """
+    reader = _ItemReader(dataset)
+    reader.item()
+    return reader.read, frozenset(reader.names)
+
+
+def is_still(read: Read) -> bool:
+    """Whether functions and global names are what code has read, so that it does the same."""
+    return all(_now(owner, name) is value for (owner, name), value in read.items())
+
+
+def _now(owner: Any, name: str) -> Any:
+    """Return what an entry of :data:`Read` would be now."""
+    if owner is Tensor or owner is Metric:
+        return None
+    if isinstance(owner, str):
+        return vars(sys.modules[owner]).get(name)
+    if isinstance(owner, type):
+        return vars(owner).get(name)
+    if name == "__code__":
+        return owner.__code__
+    return owner.__globals__.get(name, vars(builtins).get(name))
 
 
 def asks_for_places(read: Read) -> bool:
@@ -402,6 +439,53 @@ class _Reader:
             _unknown("it reads hparams")
         self._hyperparameter(name)
         return at + 1
+
+
+class _ItemReader(_Reader):
+    """Reads the code by which a data set gets a sample.
+
+    Args:
+        dataset: The data set.
+
+    Attributes:
+        names: The attributes that it has found, of whichever object.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.names = dataset, set[str]()
+        self.read = {}
+        kinds = [kind for kind in type(dataset).__mro__ if _package(kind) not in FRAMEWORKS]
+        self._kinds, self._own, self._layers = kinds, [dataset], []
+        self._hidden, self._metrics = set(), set()
+        self._seen = set()
+
+    def item(self) -> None:
+        """Read the code."""
+        kind = type(self.dataset)
+        special = {name for one in self._kinds for name in vars(one) if name.startswith("__")}
+        special -= HARMLESS | {"__getitem__", "__len__"}
+        function = getattr(kind, "__getitem__", None)
+        if special or type(kind) not in (type, ABCMeta) or not hasattr(self.dataset, "__dict__"):
+            _unknown(f"{kind.__name__} defines {', '.join(sorted(special)) or 'its class'}")
+        if not isinstance(function, FunctionType) or _package(function) in FRAMEWORKS:
+            _unknown(f"{kind.__name__} has no code of its own")
+        self.read.update(
+            {(one, "__getitem__"): vars(one).get("__getitem__") for one in self._kinds}
+        )
+        self._function(function)
+
+    def _attribute(self, name: str) -> None:
+        self.names.add(name)
+        super()._attribute(name)
+
+    def _is_attribute(self, part: Any, name: str) -> bool:
+        if name in vars(part):
+            self._value(name, vars(part)[name])
+            return True
+        return any(name in vars(kind) for kind in self._kinds)
+
+    def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
+        _unknown("it reads hparams")
 
 
 def _unknown(why: str) -> NoReturn:

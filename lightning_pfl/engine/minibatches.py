@@ -17,6 +17,7 @@ from lightning_pfl.data.batch import batch_leaves, batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.rows import row_loader
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -185,11 +186,14 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
         ClientError: If reading a batch fails, or the loader has fewer batches than its length.
     """
     iterator: Iterator[Any] | None = None
+    rows = row_loader(loader)
     for within in range(count):
-        with seeded(derive(key, "fetch", within), everything=True):
+        everything = rows is None or rows.draws_elsewhere()
+        with seeded(derive(key, "fetch", within), everything):
             # Not `iterator or ...`: the truth of an iterator may be its length, or undefined.
             if iterator is None:
-                iterator = iter(reseed(loader, key))
+                reseed(loader, key)
+                iterator = iter(loader if rows is None else rows.loader)
             try:
                 batch = next(iterator)
             except StopIteration:

@@ -1,0 +1,499 @@
+"""Minibatches that are gathered from a data set's tensors: those that its DataLoader makes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lightning_pfl.engine import minibatches, rows
+from lightning_pfl.engine.minibatches import fetch
+
+SAMPLES, EPOCHS = 10, 4
+HERE: Any = sys.modules[__name__]
+SHIFT = 0
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.numbers = torch.randn(SAMPLES, 2, 3, generator=generator).numpy()
+        self.x, self.y = torch.from_numpy(self.numbers), torch.arange(SAMPLES)
+        self.z, self.last, self.transform = self.x + 1, False, None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position], self.y[position]
+
+
+# --- samples that are rows ------------------------------------------------------------------------
+
+
+class Dicts(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return {"image": self.x[position], "label": self.y[position]}
+
+
+class Nested(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return [{"a": (self.x[position], [self.y[position]])}, self.x[position]]
+
+
+class EverySecond(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.randn(2 * SAMPLES, 3, generator=torch.Generator().manual_seed(1))[::2]
+
+
+class Alone(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.y[position]
+
+
+class Chosen(Pairs):
+    """Read what callbacks set."""
+
+    @property
+    def images(self) -> Tensor:
+        return self.z if self.last else self.x
+
+    def __getitem__(self, position: int) -> Any:
+        image = self.images[position]
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, label(self.y, position)
+
+
+def label(labels: Tensor, position: int) -> Tensor:
+    return labels[position + SHIFT]
+
+
+def own(kind: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(kind(), batch_size=3, shuffle=True)
+
+
+def weighted() -> DataLoader[Any]:
+    data = Pairs()
+    sampler = WeightedRandomSampler([1.0] * 5 + [2.0] * 5, SAMPLES)
+    return DataLoader(TensorDataset(data.x, data.y), batch_size=3, sampler=sampler)
+
+
+def subset() -> DataLoader[Any]:
+    return DataLoader(Subset(Subset(Dicts(), [*range(1, 9)]), [7, 0, 2, 4]), 3, shuffle=True)
+
+
+def generated() -> DataLoader[Any]:
+    return DataLoader(Pairs(), 4, shuffle=True, drop_last=True, generator=torch.Generator())
+
+
+class DrawnOrder(Sampler[int]):
+    """An order that NumPy and Python draw."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield (random.randrange(SAMPLES) + int(np.random.randint(SAMPLES))) % SAMPLES
+
+
+class Backwards(Sampler[int]):
+    """Positions from the end, once it is told so."""
+
+    back = False
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(-1, -SAMPLES - 1, -1) if self.back else range(SAMPLES)
+
+
+def backwards() -> DataLoader[Any]:
+    return DataLoader(Pairs(), batch_size=3, sampler=Backwards())
+
+
+def drawn_order() -> DataLoader[Any]:
+    return DataLoader(Pairs(), batch_size=3, sampler=DrawnOrder())
+
+
+ROWS: dict[str, Callable[[], DataLoader[Any]]] = {
+    **{kind.__name__: own(kind) for kind in (Pairs, Dicts, Nested, EverySecond, Alone, Chosen)},
+    **{make.__name__: make for make in (weighted, subset, generated, drawn_order, backwards)},
+}
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+class Noisy(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position] + torch.randn(2, 3), self.y[position]
+
+
+class FromNumPy(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position] * float(np.random.rand()) + random.random(), self.y[position]
+
+
+class Sometimes(Pairs):
+    """Almost always the row at its position."""
+
+    def __getitem__(self, position: int) -> Any:
+        return self.x[(position + int(torch.rand(()) < 1e-9)) % len(self.y)], self.y[position]
+
+
+class Reversed(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[SAMPLES - 1 - position], self.y[position]
+
+
+class LastDiffers(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position] if position < SAMPLES - 1 else 2 * self.x[position]
+
+
+class FormDiffers(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        if position == SAMPLES - 1:
+            return self.x[position], self.x[position, 0, 0].long()
+        return self.x[position], self.y[position]
+
+
+class Counting(Pairs):
+    count = 0
+
+    def __getitem__(self, position: int) -> Any:
+        self.count += 1
+        return self.x[position], torch.tensor(self.count)
+
+
+class CountingRows(Pairs):
+    """Rows, but not always the same."""
+
+    count = 0
+
+    def __getitem__(self, position: int) -> Any:
+        self.count += 1
+        return self.x[position] if self.count < 2 * SAMPLES else self.z[position]
+
+
+class Writing(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        self.x[position] += 1
+        return self.x[position]
+
+
+class Numbers(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position], position
+
+
+class Texts(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position], "text"
+
+
+class Parts(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position, :1], self.y[position]
+
+
+class Viewed(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position].view(torch.int32), self.y[position]
+
+
+class Sides(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = self.x[:, :, :2].contiguous()
+
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position].t(), self.y[position]
+
+
+class Longer(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        if position == SAMPLES - 1:
+            return self.x[position], self.y[position], self.x[position]
+        return self.x[position], self.y[position]
+
+
+class Turned(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x.transpose(0, 2)[0, :, position], self.y[position]
+
+
+class Permuted(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = self.x.transpose(1, 2)
+
+
+class Trained(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x.requires_grad_()
+
+
+class Inferred(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.x = self.x.clone()
+
+
+class Listed(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.every = list(self.x)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.every[position]
+
+
+class Asking(Pairs):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class Begun(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.whole = self.x[:4], self.x
+
+    def __getitem__(self, position: int) -> Any:
+        return self.whole[position] if len(self.begin) else self.begin[position]
+
+
+def begun() -> DataLoader[Any]:
+    return DataLoader(Begun(), batch_size=4)
+
+
+def longer() -> DataLoader[Any]:
+    return DataLoader(Longer(), batch_size=1, shuffle=True)
+
+
+def batched() -> DataLoader[Any]:
+    def collate(samples: list[Any]) -> Any:
+        return default_collate(samples[::-1])
+
+    return DataLoader(Pairs(), 3, shuffle=True, collate_fn=collate)
+
+
+OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    kind.__name__: own(kind)
+    for kind in (
+        *(Noisy, FromNumPy, Sometimes, Reversed, LastDiffers, FormDiffers, Counting, CountingRows),
+        *(
+            Writing,
+            Numbers,
+            Texts,
+            Parts,
+            Viewed,
+            Sides,
+            Turned,
+            Permuted,
+            Trained,
+            Inferred,
+            Listed,
+            Asking,
+        ),
+    )
+} | {"batched": batched, "begun": begun, "longer": longer}
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((HERE, "SHIFT"), (HERE, "label"), (Pairs, "__getitem__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def count_back(loader: Any) -> None:
+    loader.sampler.back = True
+
+
+Change = Callable[[Any], Any]
+
+
+def epochs(
+    make: Callable[[], DataLoader[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    gathers: bool,
+    change: Change = lambda _: None,
+    within: int | None = None,
+) -> tuple[list[Any], int]:
+    """Read some epochs, and change something before the last one, or within it.
+
+    Returns:
+        The minibatches, and how many were gathered.
+    """
+    count = 0
+    gathered = rows.Source.gathered
+
+    def counting(self: Any, positions: list[int]) -> Any:
+        nonlocal count
+        found = gathered(self, positions)
+        count += found is not None
+        return found
+
+    loader, found = make(), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.Source, "gathered", counting)
+        if not gathers:
+            patch.setattr(minibatches, "row_loader", lambda _: None)
+        for epoch in range(EPOCHS):
+            if epoch == EPOCHS - 1 and within is None:
+                change(loader)
+            for number, batch in enumerate(fetch(loader, epoch, len(loader), "a")):
+                found.append(batch)
+                if epoch == EPOCHS - 1 and number == within:
+                    change(loader)
+    return found, count
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert found.stride() == expected.stride()
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert_same([*found.values()], [*expected.values()])
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_rows_are_gathered(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, count = epochs(make, monkeypatch, gathers=True)
+    assert_same(found, epochs(make, monkeypatch, gathers=False)[0])
+    # In the first epoch some samples may come twice.
+    assert count >= (EPOCHS - 2) * len(make())
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_others_are_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    found, count = epochs(make, monkeypatch, gathers=True)
+    assert_same(found, epochs(make, monkeypatch, gathers=False)[0])
+    assert count <= len(make())  # until one was found that is no row
+
+
+def data_of(loader: Any) -> Any:
+    data = loader.dataset
+    while isinstance(data, Subset):
+        data = data.dataset
+    return data
+
+
+def write(loader: Any) -> None:
+    data_of(loader).x[3] = 7.0
+
+
+def write_unseen(loader: Any) -> None:
+    data_of(loader).numbers[:] = 5.0
+
+
+def replace_tensor(loader: Any) -> None:
+    data_of(loader).x = data_of(loader).x + 1
+
+
+def replace_memory(loader: Any) -> None:
+    data_of(loader).x.data = data_of(loader).x + 1
+
+
+def shrink(loader: Any) -> None:
+    data_of(loader).y.resize_(SAMPLES - 1).resize_(SAMPLES).fill_(3)
+
+
+def set_last(loader: Any) -> None:
+    data_of(loader).last = True
+
+
+def set_transform(loader: Any) -> None:
+    data_of(loader).transform = torch.neg
+
+
+def set_shift(_: Any) -> None:
+    HERE.SHIFT = -1
+
+
+def replace_label(_: Any) -> None:
+    HERE.label = lambda labels, position: labels[position] + 10
+
+
+def replace_code(_: Any) -> None:
+    Pairs.__getitem__ = Nested.__getitem__  # type: ignore
+
+
+def become_another(loader: Any) -> None:
+    data_of(loader).__class__ = Dicts
+
+
+def choose_others(loader: Any) -> None:
+    loader.dataset.indices[:] = [0, 1, 1, 0]
+
+
+def stack_otherwise(loader: Any) -> None:
+    loader.collate_fn = lambda samples: default_collate(samples[::-1])
+
+
+def draw_otherwise(loader: Any) -> None:
+    loader.generator = None
+
+
+CHANGES: dict[str, tuple[Callable[[], DataLoader[Any]], Change]] = {
+    change.__name__: (make, change)
+    for make, change in (
+        *((own(Pairs), one) for one in (write, write_unseen, replace_tensor, replace_memory)),
+        *((own(Chosen), one) for one in (set_last, set_transform, set_shift, replace_label)),
+        *((own(Pairs), one) for one in (replace_code, become_another, stack_otherwise, shrink)),
+        *((subset, choose_others), (generated, draw_otherwise), (backwards, count_back)),
+    )
+}
+
+
+@pytest.mark.parametrize("within", [None, 0])
+@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_changes_is_seen(
+    make: Any, change: Change, within: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if within is not None and change in (stack_otherwise, draw_otherwise, count_back):
+        pytest.skip("a DataLoader reads it when an epoch begins")
+    HERE.SHIFT = 0
+    found, count = epochs(make, monkeypatch, True, change, within)
+    assert count >= (EPOCHS - 3) * len(make())
+    HERE.SHIFT, HERE.label, Pairs.__getitem__ = 0, LABEL, GETITEM  # type: ignore[method-assign]
+    assert_same(found, epochs(make, monkeypatch, False, change, within)[0])
+    unchanged = epochs(make, monkeypatch, gathers=False)[0]
+    with pytest.raises(AssertionError):
+        assert_same(found, unchanged)
+
+
+LABEL, GETITEM = label, Pairs.__getitem__
