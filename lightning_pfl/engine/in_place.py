@@ -147,7 +147,8 @@ class _Program:
         self.recorder, self.buffers, self.result = recorder, buffers, result
         values: list[Tensor] = []
         flatten(result, values)
-        self.results = [recorder.name(value) for value in values]
+        self.changed = recorder.written()
+        self.results = self._uncopied([recorder.name(value) for value in values])
         self.targets: dict[str, list[Tensor]] = {}
         for name, target in targets:
             if given.get(name) is not target:
@@ -157,7 +158,6 @@ class _Program:
         self.arguments = [name for name in recorder.arguments if name not in given]
         wanted = [*(name for name, _ in targets), *self.results]
         self.calls = needed(map(recorder.at_once, recorder.calls), wanted)
-        self.changed = recorder.written()
         sums = sums_of_slices(self.calls, {*self.changed, *wanted})
         self.sums = {name: one for name, one in sums.items() if buffers.fit(self.tensors[name])}
         self.calls = list(self._in_parts(self.calls))
@@ -168,6 +168,16 @@ class _Program:
         self.last = self._last_uses(wanted)
         self.last_read = {name: n for n, call in enumerate(self.calls) for name in call.reads}
         self.lines: list[str] = []
+
+    def _uncopied(self, results: list[str]) -> list[str]:
+        """Take results for copies that are made of them, if no operator changes them later."""
+        calls = self.recorder.calls
+        sources = {c.makes[0]: next(iter(c.reads)) for c in calls if c.operator == COPIES[0]}
+        roots = self.recorder.roots
+        return [
+            name if roots.get(sources.get(name, name)) in self.changed else sources.get(name, name)
+            for name in results
+        ]
 
     def _in_parts(self, calls: Iterable[Call]) -> Iterator[Call]:
         """Write gradients of slices to their places in what is summed of them."""

@@ -126,7 +126,8 @@ class LogCapture:
         if not isinstance(value, (Metric, TorchmetricsValue)):
             value = value if isinstance(value, Tensor) else _number(name, value)
             value = value.detach() if value.is_floating_point() else value.detach().float()
-            value = value.mean() if value.ndim else value
+            # A step may change a scalar later, as by `loss += penalty`.
+            value = value.mean() if value.ndim else value.clone()
         if name in self.values:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged

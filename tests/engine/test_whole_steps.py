@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from lightning_pfl.core.tree import Tree, expand, tmap
 from lightning_pfl.engine import slices, trace
@@ -460,6 +461,23 @@ def test_a_program_returns_a_tree_of_its_own() -> None:
         assert values.keys() == {"a", 2}
         want = x + 1, x * 2, x - 1
         assert all(map(torch.equal, (values.pop("a"), values.pop(2), last), want))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_copy_that_is_a_result_is_made_only_if_its_source_changes(changes: bool) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = x.sum()
+        kept = total.detach().clone()
+        return kept, total.add_(1) if changes else total.exp()
+
+    with (recorder := Recorder([x := torch.randn(3)])):
+        result = function(x)
+    replay = compile_in_place(recorder, {}, [], result, Buffers(0))
+    x = torch.randn(3)
+    with profile() as seen:
+        found = replay(x)
+    assert all(map(torch.equal, found, function(x)))
+    assert ("aten::clone" in {one.name for one in seen.events()}) == changes
 
 
 def test_a_program_uses_its_memory_again() -> None:
