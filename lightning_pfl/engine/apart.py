@@ -243,5 +243,7 @@ def stirred(leaf: Tensor) -> Tensor:
     if not leaf.is_floating_point():
         return leaf
     count = leaf.numel()
-    wave = torch.arange(min(count, PERIOD), device=leaf.device).to(leaf.dtype).sin().mul_(0.1)
+    # Not from 0, as the sine of that is none, and a scalar would stay as it is.
+    at = torch.arange(1, 1 + min(count, PERIOD), device=leaf.device)
+    wave = at.to(leaf.dtype).sin().mul_(0.1)
     return leaf + wave.repeat(-(-count // PERIOD))[:count].view(leaf.shape)

@@ -48,6 +48,17 @@ class TimeFirst(nn.Module):
         return out
 
 
+class CentresLater(nn.Module):
+    """Centres samples by a factor that begins with zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.factor * x.mean(0)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "centred": lambda: Mixes(lambda x: x - x.mean(0)),
     "slightly centred": lambda: Mixes(lambda x: x - 1e-4 * x.mean(0)),
@@ -56,6 +67,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "their number": lambda: Mixes(lambda x: x / len(x)),
     "softmax over them": lambda: nn.Softmax(0),
     "time first": TimeFirst,
+    "a factor that trains": CentresLater,
 }
 
 
