@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from lightning_pfl.engine.steps import (
 IMAGES, MOST = 64, 1024
 """Samples that are gathered at once, of images of 28 x 28 numbers and of smaller ones, at most:
 they are still in the cache when the last step reads them."""
+ALIGNED = 64
+"""Bytes at whose multiples new memory begins on a CPU."""
 
 
 class Featured(tuple[Any, Tensor]):
@@ -218,33 +221,50 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
 def gathered(data: FederatedTensorDataset, positions: Iterable[Tensor]) -> Iterator[Any]:
     """Gather minibatches, as many small ones at once as the cache holds.
 
-    Each is a view of its own rows then, to which a step may write.
+    Each is a view of its own rows then, to which a step may write, and begins where new memory
+    might: products round by that, and must not by which other minibatches there are.
 
     Args:
         data: The dataset.
         positions: Positions of each minibatch's samples.
     """
+    rows = _rows_to_begin(data)
     # A transform gets minibatches as they are.
     most = fitting_samples(data, IMAGES, MOST, MOST) if data.transform is None else 0
     some: list[Tensor] = []
     samples = 0
     for mine in positions:
         if some and samples + mine.numel() > most:
-            yield from _together(data, some)
+            yield from _together(data, some, rows)
             some, samples = [], 0
         some.append(mine)
         samples += mine.numel()
     if some:
-        yield from _together(data, some)
+        yield from _together(data, some, rows)
 
 
-def _together(data: FederatedTensorDataset, positions: list[Tensor]) -> Iterator[Any]:
+def _rows_to_begin(data: FederatedTensorDataset) -> int:
+    """Return after how many samples all fields of products are where new memory may begin."""
+    fields = [leaf for leaf in batch_leaves(data.fields) if leaf.is_floating_point()]
+    sizes = [leaf.shape[1:].numel() * leaf.element_size() for leaf in fields if leaf.ndim > 1]
+    return max((ALIGNED // math.gcd(ALIGNED, size) for size in sizes), default=1)
+
+
+def _together(data: FederatedTensorDataset, positions: list[Tensor], rows: int) -> Iterator[Any]:
     if len(positions) == 1:
         yield data.gather(positions[0])
         return
-    sizes = [mine.numel() for mine in positions]
+    cuts = [mine.numel() for mine in positions]
+    gaps = [-size % rows for size in cuts]
+    if gapped := any(gaps):
+        any_sample = positions[0].new_zeros(rows)
+        cuts = [size for pair in zip(cuts, gaps, strict=True) for size in pair]
+        pairs = zip(positions, map(any_sample.narrow, repeat(0), repeat(0), gaps), strict=True)
+        positions = [part for pair in pairs for part in pair]
     batch = data.gather(torch.cat(positions))
-    leaves = [leaf.split_with_sizes(sizes) for leaf in batch_leaves(batch)]
+    # Parts that autograd takes for tensors of their own, of which a step may change one.
+    apart = torch.unsafe_split_with_sizes
+    leaves = [apart(leaf, cuts)[:: 1 + gapped] for leaf in batch_leaves(batch)]
     for each in zip(*leaves, strict=True):
         yield _replaced(batch, iter(each))
 

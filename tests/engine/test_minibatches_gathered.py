@@ -17,8 +17,8 @@ from lightning_pfl.engine.steps import Limits
 SIZES = [4, 4, 1, 0, 4, 3]
 
 
-def dataset(**options: Any) -> FederatedTensorDataset:
-    x = torch.arange(60.0).view(20, 3)
+def dataset(width: int = 3, **options: Any) -> FederatedTensorDataset:
+    x = torch.arange(20.0 * width).view(20, width)
     fields = {"x": x, "both": (torch.arange(20), x.double() + 1)}
     return FederatedTensorDataset(fields, torch.randperm(20).split([7, 0, 13]), **options)
 
@@ -33,7 +33,7 @@ def leaves(batch: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("most", [1, 5, 8, 100])
 def test_they_are_those_that_are_gathered_alone(most: int, monkeypatch: Any) -> None:
-    data, calls = dataset(), list[int]()
+    data, calls = dataset(width=16), list[int]()  # with no gaps between minibatches
     monkeypatch.setattr(minibatches, "MOST", most)
     given = positions()
     expected = [leaves(data.gather(mine)) for mine in given]
@@ -90,3 +90,27 @@ def test_clients_are_evaluated_on_their_own_samples_in_order(drop_last: bool, li
         assert [number for number, _ in each] == [*range(len(parts))]
         for (_, batch), part in zip(each, parts, strict=True):
             assert all(map(torch.equal, leaves(batch), leaves(data.gather(part))))
+
+
+def test_a_gradient_does_not_need_what_a_later_minibatch_changes() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    first, second = gathered(dataset(), [torch.tensor([0, 1]), torch.tensor([2, 3])])
+    total = (first["x"] * weight).sum()
+    second["x"].zero_()
+    total.backward()
+    # The rows 0, 1, 2 and 3, 4, 5.
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 5, 13, 16])
+def test_they_begin_where_new_memory_may(width: int, kind: torch.dtype) -> None:
+    """So that no other minibatch changes how a product of one is rounded."""
+    x, y = torch.randn(20, width, dtype=kind), torch.arange(20)
+    data = FederatedTensorDataset((x, y), [torch.arange(20)])
+    given = positions()
+    for (mine, labels), at in zip(gathered(data, given), given, strict=True):
+        assert torch.equal(mine, x[at])
+        assert torch.equal(labels, y[at])
+        assert not len(at) or mine.data_ptr() % 64 == 0
