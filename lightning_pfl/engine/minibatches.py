@@ -131,7 +131,7 @@ class ClientMinibatches:
                 else torch.arange(self.samples)
             )
             at = order.to(self.data.device)[:used]
-            mine = self.data.indices[self.client][at].split_with_sizes(self._cuts)
+            mine = self.data.indices[self.client].index_select(0, at).split_with_sizes(self._cuts)
             batches = gathered(self.data, mine)
             if self._features is None:
                 yield from batches
@@ -265,7 +265,11 @@ def _together(data: FederatedTensorDataset, positions: list[Tensor], rows: int) 
     # Parts that autograd takes for tensors of their own, of which a step may change one.
     apart = torch.unsafe_split_with_sizes
     leaves = [apart(leaf, cuts)[:: 1 + gapped] for leaf in batch_leaves(batch)]
-    for each in zip(*leaves, strict=True):
+    parts = zip(*leaves, strict=True)
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        yield from parts  # the usual batches
+        return
+    for each in parts:
         yield _replaced(batch, iter(each))
 
 

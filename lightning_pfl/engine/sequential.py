@@ -114,7 +114,7 @@ class SequentialEngine:
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._settings: dict[int, tuple[Any, ...]] = {}
-        self._contexts: dict[tuple[int, bool], int | None] = {}
+        self._contexts: dict[tuple[int, bool], tuple[int, dict[str, Tensor]] | None] = {}
         self._joined: dict[int, bool] = {}
         self._active: dict[int, ActivePhase] = {}
         self.quiet: dict[str, bool] = {}
@@ -289,8 +289,10 @@ class SequentialEngine:
 
     def whole_steps(
         self, work: LocalWork, number: int, active: ActivePhase, local_step: SequentialLocalStep
-    ) -> int | None:
-        """Return what whole recorded steps depend on, as a number; None where there are none.
+    ) -> tuple[int, dict[str, Tensor]] | None:
+        """Return what whole recorded steps depend on, as a number, and the rates that they read.
+
+        None where there are none.
 
         Args:
             work: The client's work.
@@ -308,7 +310,7 @@ class SequentialEngine:
 
     def _find_context(
         self, work: LocalWork, number: int, active: ActivePhase, local_step: SequentialLocalStep
-    ) -> int | None:
+    ) -> tuple[int, dict[str, Tensor]] | None:
         recordable = hasattr(type(work.method).client_step, "recorded_settings")
         known = recordable and why_not_elementwise(work.optimizer) is None
         if not known or work.method.measures_travel or not self.records(work):
@@ -317,7 +319,7 @@ class SequentialEngine:
         rates, scheduled = rates_of(work.optimizer, lr), work.schedule is not None
         if scheduled and len(rates) < len(work.optimizer.param_groups):
             return None
-        return self.whole.context(
+        context = self.whole.context(
             (
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
@@ -326,6 +328,7 @@ class SequentialEngine:
                 (scheduled, options_of(work.optimizer, lr, rates)),
             )
         )
+        return None if context is None else (context, rates)
 
     def _record_gradients(
         self, active: ActivePhase, number: int, program: ClientProgram, alone: bool
@@ -427,7 +430,7 @@ class SequentialEngine:
                             local_step.end_step()
                     else:
                         count = len(minibatches.bounds) * minibatches.size
-                        state = local_step.take_whole_steps(whole, method, state, steps, count)
+                        state = local_step.take_whole_steps(*whole, method, state, steps, count)
                 if kept is not None and after:
                     kept[phase.name] = after
             if phase.data == "training":

@@ -36,7 +36,6 @@ from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
     Recordings,
     clip,
-    rates_of,
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
@@ -155,6 +154,7 @@ class SequentialLocalStep:
     def take_whole_steps(
         self,
         context: int,
+        rates: Mapping[str, Tensor],
         method: Method,
         state: Tree,
         steps: Iterable[list[tuple[int, Any]]],
@@ -164,6 +164,8 @@ class SequentialLocalStep:
 
         Args:
             context: As of :meth:`~lightning_pfl.engine.whole_steps.WholeSteps.context`.
+            rates: Learning rates that steps read, as of
+                :func:`~lightning_pfl.engine.optimizer.rates_of`.
             method: The method.
             state: The state before.
             steps: Each step's minibatches.
@@ -171,8 +173,7 @@ class SequentialLocalStep:
         """
         whole, draws = self.whole, self.active.phase.batches_per_step
         kept = {} if self._optimizer is None else self._optimizer.placed()
-        rates = rates_of(self.template, self.active.phase.lr)
-        whole.load(context, {"state": state, "optimizer": kept, "rates": rates})
+        whole.load(context, {"state": state, "optimizer": kept, "rates": dict(rates)})
         registers: dict[str, Tensor] = whole.state()["rates"]
 
         def take(

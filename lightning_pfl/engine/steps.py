@@ -183,13 +183,13 @@ def phase_steps(
     data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
 ) -> Tensor:
     """Count the steps of each client over all phases on training data, int64 ``(clients,)``."""
-    total = torch.zeros(len(clients), dtype=torch.int64)
+    total, ids = torch.zeros(len(clients), dtype=torch.int64), clients.tolist()
     for phase in phases:
         if phase.data != "training":
             continue
         budget = phase_budget(phase)
-        per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.full_batch) for k in clients]
-        each = [budget.of(data.names[int(k)]) for k in clients]
+        per_epoch = [minibatches_per_epoch(data, k, limits, phase.full_batch) for k in ids]
+        each = [budget.of(data.names[k]) for k in ids]
         total += torch.tensor(
             [count_steps(n, b, limits.accumulate) for n, b in zip(per_epoch, each, strict=True)]
         )
@@ -222,7 +222,7 @@ def fitting_samples(data: FederatedDataset, images: int, most: int, ids: int) ->
     inputs = next(batch_leaves(data.fields))
     if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
         return ids
-    return max(1, min(most, images * 28 * 28 // max(1, inputs[0].numel())))
+    return max(1, min(most, images * 28 * 28 * len(inputs) // max(1, inputs.numel())))
 
 
 IMAGES, MOST, OF_IDS = 256, 1024, 128

@@ -245,7 +245,9 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._has_run = True
             if len(clients):
                 results |= self._further(rows, clients, step)
-            everyone = torch.cat([clients, *(ids for ids, _ in further.values())]).unique()
+            everyone = clients  # ascending
+            if further:
+                everyone = torch.cat([clients, *(ids for ids, _ in further.values())]).unique()
             if len(everyone) > len(clients):
                 at = torch.searchsorted(everyone, clients)
                 results = {k: one.spread(at, len(everyone)) for k, one in results.items()}

@@ -53,6 +53,16 @@ def test_they_are_those_that_are_gathered_alone(most: int, monkeypatch: Any) -> 
     assert (len(calls) == 1) == (most == 100)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_the_usual_batches_keep_their_kind(kind: Any) -> None:
+    fields = kind([torch.arange(20.0), torch.arange(40).view(20, 2)])
+    data = FederatedTensorDataset(fields, [torch.arange(20)])
+    given = positions()
+    for batch, mine in zip(gathered(data, given), given, strict=True):
+        assert type(batch) is kind
+        assert all(map(torch.equal, batch, data.gather(mine)))
+
+
 def test_a_step_that_writes_to_its_minibatch_changes_no_other() -> None:
     data, given = dataset(), positions()
     expected = [leaves(data.gather(mine)) for mine in given]
