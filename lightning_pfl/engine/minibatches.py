@@ -18,7 +18,7 @@ from lightning_pfl.data.batch import batch_leaves, batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.rows import row_loader
+from lightning_pfl.engine.rows import row_epoch
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -188,15 +188,18 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
     Raises:
         ClientError: If reading a batch fails, or the loader has fewer batches than its length.
     """
-    iterator: Iterator[Any] | None = None
-    rows = row_loader(loader)
+    iterator: Any = None
+    epoch = row_epoch(loader, count)
     for within in range(count):
-        everything = rows is None or rows.draws_elsewhere()
+        if epoch is not None and (batch := epoch.gathered()) is not None:
+            yield batch
+            continue
+        everything = epoch is None or not epoch.rows.hold()
         with seeded(derive(key, "fetch", within), everything):
             # Not `iterator or ...`: the truth of an iterator may be its length, or undefined.
             if iterator is None:
                 reseed(loader, key)
-                iterator = iter(loader if rows is None else rows.loader)
+                iterator = iter(loader) if epoch is None else epoch
             try:
                 batch = next(iterator)
             except StopIteration:

@@ -8,6 +8,8 @@ they hold by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +33,7 @@ from lightning_pfl.engine.known_code import Read, UnknownCodeError, is_still, re
 from lightning_pfl.engine.safety.global_rng import Elsewhere, States
 
 SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers that draw from torch's generators alone."""
+"""Samplers that draw a whole epoch's positions at once, from torch's generators."""
 _ABSENT = object()
 
 
@@ -126,8 +128,8 @@ class Source:
         return all(self._are_rows(n, positions, [one[key] for one in samples]) for key, n in parts)
 
 
-class Rows(Dataset[Any]):
-    """The minibatches of a data set, for a DataLoader whose ``collate_fn`` does nothing.
+class Rows:
+    """The minibatches of a data set.
 
     Args:
         dataset: The data set, or a ``Subset`` of it.
@@ -137,11 +139,11 @@ class Rows(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._whole, self._subsets = dataset, list[Subset[Any]]()
+        self._subsets = list[Subset[Any]]()
         while type(dataset) is Subset:
             self._subsets.append(dataset)
             dataset = dataset.dataset
-        self.dataset = dataset
+        self._dataset = dataset
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__dict__"):
             raise UnknownCodeError("it has no samples by position")
         try:
@@ -149,34 +151,31 @@ class Rows(Dataset[Any]):
                 _SOURCES[dataset] = Source(dataset)
         except TypeError as error:  # it can't be a key
             raise UnknownCodeError(str(error)) from error
-        self.source = _SOURCES[dataset]
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._whole)
-
-    def __getitem__(self, position: int) -> Any:
-        """Return a sample."""
-        return self._whole[position]
-
-    def __getitems__(self, positions: list[int]) -> Any:
-        """Return a minibatch."""
-        for subset in self._subsets:
-            positions = [subset.indices[position] for position in positions]
-        found = self.source.gathered(positions) if self.hold() else None
-        if found is not None:
-            return found
-        before, drawn = States(torch_alone=True), Elsewhere()
-        samples = [self.dataset[position] for position in positions]
-        before.compare(drawn)
-        self.source.differs = self.source.differs or drawn.moved_torch
-        if self.hold():
-            self.source.note(positions, samples)
-        return default_collate(samples)
+        self._source = _SOURCES[dataset]
 
     def hold(self) -> bool:
         """Whether samples that were found to be rows still are."""
-        return self.source.holds(self.dataset)
+        return self._source.holds(self._dataset)
+
+    def gathered(self, positions: list[int]) -> Any:
+        """Return a minibatch of rows; None where it has to be read."""
+        return self._source.gathered(self._inner(positions)) if self.hold() else None
+
+    def read(self, positions: list[int]) -> Any:
+        """Return a minibatch as a DataLoader does, and note whether it is one of rows."""
+        source, positions = self._source, self._inner(positions)
+        before, drawn = States(torch_alone=True), Elsewhere()
+        samples = [self._dataset[position] for position in positions]
+        before.compare(drawn)
+        source.differs = source.differs or drawn.moved_torch
+        if self.hold():
+            source.note(positions, samples)
+        return default_collate(samples)
+
+    def _inner(self, positions: list[int]) -> list[int]:
+        for subset in self._subsets:
+            positions = [subset.indices[position] for position in positions]
+        return positions
 
 
 _SOURCES: WeakKeyDictionary[Any, Source] = WeakKeyDictionary()
@@ -219,52 +218,95 @@ def _has_rows(value: Any) -> bool:
     )
 
 
-class RowLoader:
-    """A DataLoader with the minibatches of another one, whose samples may be rows.
+class Orders(Dataset[Any]):
+    """The positions of an epoch's minibatches, drawn as a DataLoader draws them.
 
     Args:
-        loader: The other one, which is plain.
-
-    Raises:
-        UnknownCodeError: As :class:`Source` does.
+        loader: The DataLoader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.rows, batches = Rows(loader.dataset), loader.batch_sampler
-        self.loader: DataLoader[Any] = DataLoader(
-            self.rows, batch_sampler=batches, collate_fn=_as_it_is, generator=loader.generator
-        )
-        self._usual = type(batches) is BatchSampler and type(batches.sampler) in SAMPLERS
+        self._batches, self._count = loader.batch_sampler, 0
+        self._loader: DataLoader[Any] = DataLoader(self, batch_sampler=self, collate_fn=_as_it_is)
 
-    def draws_elsewhere(self) -> bool:
-        """Whether the next minibatch may draw from Python's or NumPy's generators."""
-        return not (self._usual and self.rows.hold())
+    def draw(self, count: int, generator: torch.Generator | None) -> list[list[int]]:
+        """Draw the positions of the first minibatches.
+
+        Args:
+            count: How many there are at most.
+            generator: The DataLoader's.
+        """
+        self._count, self._loader.generator = count, generator
+        found: list[list[int]] = next(iter(self._loader))
+        return found
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        """Iterate over all minibatches at once."""
+        yield list(islice(iter(self._batches or ()), self._count))
+
+    def __getitems__(self, positions: list[list[int]]) -> list[list[int]]:
+        """Return what is asked for."""
+        return positions
 
 
-_LOADERS: WeakKeyDictionary[DataLoader[Any], RowLoader | None] = WeakKeyDictionary()
+class RowEpoch:
+    """The minibatches of an epoch, in turn.
+
+    Args:
+        rows: The minibatches of the data set.
+        orders: Draws positions.
+        loader: The DataLoader, whose first minibatches they are.
+        count: How many there are at most.
+    """
+
+    def __init__(self, rows: Rows, orders: Orders, loader: DataLoader[Any], count: int) -> None:
+        self.rows, self._orders, self._loader, self._count = rows, orders, loader, count
+        self._positions: list[list[int]] | None = None
+        self._at = 0
+
+    def gathered(self) -> Any:
+        """Return the next minibatch if it is one of rows, for which nothing is drawn; else None."""
+        if self._positions is None or self._at == len(self._positions):
+            return None
+        found = self.rows.gathered(self._positions[self._at])
+        self._at += found is not None
+        return found
+
+    def __next__(self) -> Any:
+        """Return the next minibatch."""
+        if self._positions is None:
+            self._positions = self._orders.draw(self._count, self._loader.generator)
+        if (found := self.gathered()) is not None:
+            return found
+        if self._at == len(self._positions):
+            raise StopIteration
+        self._at += 1
+        return self.rows.read(self._positions[self._at - 1])
 
 
-def row_loader(loader: DataLoader[Any]) -> RowLoader | None:
-    """Return a loader of the same minibatches that may be faster; None if there is none."""
+_LOADERS: WeakKeyDictionary[DataLoader[Any], tuple[Rows, Orders] | None] = WeakKeyDictionary()
+
+
+def row_epoch(loader: DataLoader[Any], count: int) -> RowEpoch | None:
+    """Return the first minibatches of an epoch of a loader, if its samples may be rows."""
     if not _is_plain(loader):
         return None
     if loader not in _LOADERS:
         try:
-            _LOADERS[loader] = RowLoader(loader)
+            _LOADERS[loader] = Rows(loader.dataset), Orders(loader)
         except UnknownCodeError:
             _LOADERS[loader] = None
     found = _LOADERS[loader]
-    if found is None or found.loader.generator is not loader.generator:
-        return None
-    return found if found.rows.hold() else None
+    return RowEpoch(*found, loader, count) if found is not None and found[0].hold() else None
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader stacks the samples of a data set in this process, and does nothing else."""
+    """Whether a loader stacks samples in this process, in an order drawn when an epoch begins."""
     return (
         type(loader) is DataLoader
         and loader.collate_fn is default_collate
-        and loader.batch_sampler is not None
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.batch_sampler.sampler) in SAMPLERS
         and not loader.num_workers
         and not loader.pin_memory
     )
