@@ -8,12 +8,24 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.core.draws import Draws
 from lightning_pfl.engine.keyed.functions import HANDLERS
 from lightning_pfl.engine.keyed.names import drawing_from, replaced_names
 from lightning_pfl.engine.operators import own_function
+
+_LOOKING_UP = frozenset(
+    {
+        F.multi_head_attention_forward,
+        *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        *(init.uniform_, init.normal_, init.kaiming_uniform_),
+    }
+)
+"""Functions that look random ones up by their names, out of reach of a mode, which is left inside
+of them."""
 
 
 class KeyedRandomness(Draws, TorchFunctionMode):
@@ -54,9 +66,7 @@ class KeyedRandomness(Draws, TorchFunctionMode):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, *args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            # It looks its helpers up by their names, out of reach of a mode that is already inside
-            # a call.
+        if func in _LOOKING_UP:
             with replaced_names(), drawing_from(self):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

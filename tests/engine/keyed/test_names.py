@@ -17,6 +17,7 @@ from lightning_pfl.engine.keyed.names import NamedRandomness, replaced_names
 
 KEY = torch.tensor(7)
 X = torch.linspace(1, 2, 24).view(2, 3, 4)
+PIXELS = torch.arange(8.0**3).view(1, 8, 8, 8)
 ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.5)
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: F.dropout(X),
@@ -38,6 +39,15 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "bernoulli_": lambda: torch.empty(3).bernoulli_(0.5),
     "uniform_": lambda: torch.empty(3).uniform_(2, 3),
     "normal_": lambda: nn.Parameter(torch.empty(3)).data.normal_(2, std=3),
+    "init.uniform_": lambda: nn.init.uniform_(torch.empty(3)),
+    "init.normal_": lambda: nn.init.normal_(torch.empty(3)),
+    "init.trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(3)),
+    "init.xavier_uniform_": lambda: nn.init.xavier_uniform_(torch.empty(3, 4)),
+    "init.kaiming_uniform_": lambda: nn.init.kaiming_uniform_(torch.empty(3, 4)),
+    "init.kaiming_normal_": lambda: nn.init.kaiming_normal_(torch.empty(3, 4)),
+    "pool": lambda: F.fractional_max_pool2d(PIXELS[0], 2, output_ratio=(0.5, 0.5)),
+    "pool of volumes": lambda: F.fractional_max_pool3d(PIXELS, 2, output_size=4),
+    "pool's places": lambda: F.fractional_max_pool2d(PIXELS[0], 2, 4, return_indices=True)[1],
 }
 
 
