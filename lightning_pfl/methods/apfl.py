@@ -13,7 +13,15 @@ from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
-from lightning_pfl.methods.base import BESIDE_SHARED, About, LocalStep, Method, PerClient, Weighting
+from lightning_pfl.methods.base import (
+    BESIDE_SHARED,
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Weighting,
+    recordable,
+)
 from lightning_pfl.solvers.proximal import towards
 
 Mix = Literal["parameters", "outputs"]
@@ -113,6 +121,7 @@ class APFL(Method):
             state["steps"] = torch.zeros_like(client_state["mixing"])
         return state
 
+    @recordable("mixing", "adaptive", "mix")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step the global model, then the personal one through the mixture."""
         model = client.update(state["model"], client.grad(state["model"], minibatches))

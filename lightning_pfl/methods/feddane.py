@@ -9,7 +9,15 @@ import torch
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
+from lightning_pfl.methods.base import (
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+    Weighting,
+    recordable,
+)
 from lightning_pfl.methods.support.mean_gradient import collect, mean_gradient, no_gradients
 from lightning_pfl.solvers.proximal import pull
 
@@ -102,6 +110,7 @@ class FedDANE(Method):
             **no_gradients(select(model, self.parameter_split.trainable), info),
         }
 
+    @recordable("prox_weight")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Add to the gradient at the received model, or take a corrected step."""
         if client.phase == GRADIENT:

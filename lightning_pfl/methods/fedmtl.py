@@ -23,7 +23,7 @@ from lightning_pfl.core.tree import (
     select,
     tmap,
 )
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, recordable
 from lightning_pfl.methods.support import memory
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -158,6 +158,7 @@ class FedMTL(Method):
         device = next(iter(client_state["model"].values())).device
         return {"model": client_state["model"], "share": info.weights.to(device), **received}
 
+    @recordable("regularization", "relationship")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on the gradients of loss and penalty."""
         model = state["model"]

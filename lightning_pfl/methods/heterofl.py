@@ -26,6 +26,7 @@ from lightning_pfl.methods.base import (
     Method,
     PerClient,
     Weighting,
+    recordable,
 )
 from lightning_pfl.models.layers import Scaler
 from lightning_pfl.solvers.owners import owners_mean
@@ -312,6 +313,7 @@ class HeteroFL(Method):
         owned = self._owned(info, device, own.get("classes"))
         return {"model": self._part(model, owned, info), "owned": owned, **own}
 
+    @recordable()
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step what the client owns."""
         model, owned = state["model"], state["owned"]

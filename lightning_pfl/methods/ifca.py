@@ -22,6 +22,7 @@ from lightning_pfl.methods.base import (
     PerClient,
     Phase,
     Weighting,
+    recordable,
 )
 from lightning_pfl.methods.support.starts import check_starts, different_models
 from lightning_pfl.solvers.clusters import cluster_means
@@ -242,6 +243,7 @@ class IFCA(Method):
             )
         return state
 
+    @recordable("num_clusters", "restarts")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Measure all models on a minibatch and choose the best so far, or train the chosen one."""
         if client.phase == CHOICE:

@@ -11,7 +11,15 @@ from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, scale, select, tmap, weighted_mean
-from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
+from lightning_pfl.methods.base import (
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+    Weighting,
+    recordable,
+)
 
 Order = Literal["first", "hessian-free"]
 
@@ -145,6 +153,7 @@ class PerFedAvg(Method):
         """Start at the received model, and rates."""
         return {name: dict(entries) for name, entries in received.items()}
 
+    @recordable("order", "difference", "inner_lr", "learn_inner_lr")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step the user's optimizer on the gradients of the loss after the inner step."""
         model, (support, query, *curvature) = state["model"], minibatches

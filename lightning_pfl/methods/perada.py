@@ -20,6 +20,7 @@ from lightning_pfl.methods.base import (
     PerClient,
     Phase,
     Weighting,
+    recordable,
 )
 from lightning_pfl.methods.support import distillation
 from lightning_pfl.solvers.proximal import pull
@@ -146,6 +147,7 @@ class PerAda(Method):
             "anchor": received["model"],
         }
 
+    @recordable("prox_weight")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step the common and the personal model."""
         model, personal = state["model"], state["personal"]

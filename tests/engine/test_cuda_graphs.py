@@ -22,11 +22,13 @@ from lightning_pfl.engine.cuda_graphs import CAPTURES, StepGraphs
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import (
     APFL,
+    IFCA,
     SCAFFOLD,
     Ditto,
     FedAvg,
     FedMAP,
     FedRep,
+    LpProj,
     PFedMe,
 )
 from lightning_pfl.methods.base import Method
@@ -48,6 +50,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "SCAFFOLD": lambda: SCAFFOLD(local_epochs=2),
     "FedMAP": lambda: FedMAP(DiagonalGaussianPrior(0.5), prior_lr=0.1, local_epochs=2),
     "PFedMe": lambda: PFedMe(local_epochs=2),
+    "APFL": lambda: APFL(0.3, local_epochs=2),
+    "IFCA": lambda: IFCA(local_epochs=2),
 }
 EQUAL = (8, 8, 8, 8)
 RAGGED = (13, 8, 6, 3)
@@ -434,7 +438,7 @@ class Measuring(FedAvg):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"method": lambda: APFL()}, "`client_step` of APFL isn't marked by `recordable`"),
+        ({"method": lambda: LpProj()}, "`client_step` of LpProj isn't marked by `recordable`"),
         (
             {"method": Measuring, "module": with_one_group},
             "Measuring measures the way of each client",

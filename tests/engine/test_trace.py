@@ -18,7 +18,7 @@ from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
-from lightning_pfl.methods import FedAvg, FedRep, PerAda
+from lightning_pfl.methods import FedAvg, FedRep, LpProj
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import (
@@ -54,7 +54,7 @@ def replays(outcome: LocalRound) -> int:
     [
         pytest.param(FedAvg(local_epochs=2), True, 0.0, marks=pytest.mark.slow),
         pytest.param(FedAvg(local_epochs=2), False, 0.4, marks=pytest.mark.slow),
-        (PerAda(0.5, local_epochs=2), True, 0.4),
+        (LpProj(0.5, local_epochs=2), True, 0.4),
         pytest.param(FedRep(head_epochs=2), False, 0.0, marks=pytest.mark.slow),
         (FedRep(head_epochs=2), True, 0.4),
     ],
@@ -105,7 +105,7 @@ def test_a_step_that_reads_numbers_is_not_recorded(layer: type[nn.Module]) -> No
         backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), layer())
         return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
 
-    method = PerAda(0.5, local_epochs=2)  # whose gradients are recorded alone
+    method = LpProj(0.5, local_epochs=2)  # reads the rate: only gradients are recorded
     tried = run(module(), method, "sequential")
     assert replays(tried) == 0
     assert isinstance(tried.engine, SequentialEngine)
@@ -365,7 +365,7 @@ class Slowly(nn.Module):
         return x * (1 + 4 * torch.finfo(x.dtype).eps * self.calls[0])
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_epochs=2), PerAda(0.5, local_epochs=2)])
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=2), LpProj(0.5, local_epochs=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_step_that_changes_a_little_is_not_replayed(method: Method, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

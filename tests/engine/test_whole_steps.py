@@ -21,7 +21,7 @@ from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.whole_steps import WholeSteps
-from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedProx, FedRep, PerAda, PFedMe
+from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedProx, FedRep, LpProj, PFedMe
 from lightning_pfl.methods.base import LocalStep, Method, recordable
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import (
@@ -216,7 +216,7 @@ def small(layer: nn.Module) -> PersonalizedModule:
     return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), PerAda(0.5, local_epochs=3)])
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), LpProj(0.5, local_epochs=3)])
 def test_a_number_in_an_object_is_followed_however_little_it_changes(method: Method) -> None:
     """A difference below the tolerance of a comparison with the recording."""
     data, module = image_clients((9, 12, 13, 8)), small(Annealed())
@@ -232,7 +232,7 @@ def test_a_number_in_an_object_is_followed_however_little_it_changes(method: Met
     assert_trees_equal(found.models, plain.models)
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), PerAda(0.5, local_epochs=3)])
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), LpProj(0.5, local_epochs=3)])
 def test_steps_that_write_to_attributes_are_not_replayed(method: Method) -> None:
     data = image_clients((9, 12, 13, 8))
     recorded, plain = small(Remembering()), small(Remembering())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.local import LocalStep
+from lightning_pfl.contract.local import LocalStep, recordable
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_used
 from lightning_pfl.core.randomness import derive, generator
@@ -142,6 +142,7 @@ class SheafClients:
         """Continue with the client's model, and the neighbours' pull if there is one."""
         return {name: client_state[name] for name in ("model", "pull") if name in client_state}
 
+    @recordable()
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on the gradient of the loss plus the pull."""
         grads = client.grad(state["model"], minibatches)
