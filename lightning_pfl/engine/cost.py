@@ -37,7 +37,7 @@ CONVOLVED, CONVOLVED_TOGETHER = 2 / 3, 1.2
 FORWARD = 1 / 3
 """The forward pass's share of a gradient's operations."""
 
-EVALUATED, WATCHED = 5.0, 21.0
+EVALUATED, WATCHED = 5.0, 7.0
 """Cost of the calls in an evaluated minibatch of one client, and more where it isn't replayed."""
 EVALUATED_PROGRAM, EVALUATED_TOGETHER = 45.0, 1.0
 """Cost of the calls in an evaluated program, and more for each client in it."""
