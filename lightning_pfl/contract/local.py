@@ -46,6 +46,9 @@ class Phase:
             the same ones in the same order for all clients and in each epoch, without
             augmentation and logs, as they may have no labels. Their steps don't count.
         ahead: For public samples: those of the round that is so many rounds later.
+
+    Raises:
+        ValueError: If something would train on validation samples.
     """
 
     train: ParameterSpec = "all"
@@ -91,8 +94,8 @@ def recordable(*settings: str) -> Callable[[StepFunction], StepFunction]:
 
     Such a step computes its result from its arguments and some settings of the method, by operators
     of torch: it doesn't decide by numbers in tensors, writes to no attribute, and draws nothing but
-    by ``client.noise``. With that, or with ``client.lr``, it isn't recorded. Engines compare
-    replays with the step in every round.
+    by ``client.noise``. A step that draws, or asks for ``client.lr``, is taken as it is, and so is
+    one of which a recording has other bits.
 
     Args:
         settings: The attributes of the method that it reads, besides ``parameter_split``.

@@ -185,6 +185,9 @@ class FederatedTensorDataset:
         Returns:
             int64 ``(clients, longest)`` on the device of the pool; a client with fewer samples
             repeats one to fill up.
+
+        Raises:
+            RuntimeError: If another process has the samples of one of them.
         """
         sizes = self.sizes_here()
         self._require_here(clients)
@@ -205,6 +208,9 @@ class FederatedTensorDataset:
 
         Returns:
             The dataset with a pool of these samples; to read other clients' samples is an error.
+
+        Raises:
+            RuntimeError: If another process has the samples of one of them.
         """
         held = self.num_samples == 0
         held[clients] = True
