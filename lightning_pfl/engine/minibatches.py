@@ -258,7 +258,7 @@ def _together(data: FederatedTensorDataset, positions: list[Tensor], rows: int) 
         yield data.gather(positions[0])
         return
     cuts = [mine.numel() for mine in positions]
-    gaps = [-size % rows for size in cuts]
+    gaps = [-size % rows for size in cuts[:-1]] + [0]
     if gapped := any(gaps):
         any_sample = positions[0].new_zeros(rows)
         cuts = [size for pair in zip(cuts, gaps, strict=True) for size in pair]

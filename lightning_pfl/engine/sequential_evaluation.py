@@ -66,13 +66,12 @@ class _Results:
         program: The step, with the ways in which it logs.
 
     Attributes:
-        counts: Samples of each client.
         logs: Takes what is added up at once.
     """
 
     def __init__(self, clients: int, settings: EngineSettings, program: ClientProgram) -> None:
         self.device, self._log = settings.device, program.log
-        self.counts = torch.zeros(clients, dtype=torch.int64)
+        self._counts = [0] * clients
         self.logs = ClientLogs(clients, settings.device)
         # By the minibatch's number and how it logs, so that all clients' values are added at once.
         self._found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
@@ -95,9 +94,14 @@ class _Results:
             values: As of :meth:`numbers`.
             way: How they are logged.
         """
-        self.counts[row] += size
+        self._counts[row] += size
         if values is not None:
             self._found.setdefault((number, way), []).append((row, size, values))
+
+    @property
+    def counts(self) -> Tensor:
+        """Samples of each client, int64 ``(clients,)``."""
+        return torch.tensor(self._counts, dtype=torch.int64)
 
     def add_computed(self, row: int, values: dict[str, Tensor]) -> None:
         """Add the values ``(1,)`` of a client's torchmetrics objects."""
