@@ -12,9 +12,11 @@ import builtins
 import dis
 import sys
 from abc import ABCMeta
+from argparse import Namespace
 from collections.abc import Iterator
-from functools import cache
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from dataclasses import is_dataclass
+from functools import cache, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import lightning as L
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.engine.operators import replaced_functions
-from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of
+from lightning_pfl.engine.safety.snapshot import BOOKS, MEMBERS, hooks_of, is_plain
 
 Read = dict[tuple[Any, str], Any]
 """By owner and name: the functions and the numbers that code reads outside of layers."""
@@ -88,6 +90,19 @@ COMPUTING = (
 """How instructions begin that read and change locals and values at hand alone, in Python 3.10 to
 3.15. Any other may change, read or catch something: attributes, globals, imports, classes, errors.
 """
+WRITING = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "INPLACE_")
+"""How instructions begin that may change a list, a dict or an object that they are given."""
+IN_PLACE = range(13, 26)
+"""Arguments of ``BINARY_OP`` that stand for ``+=`` and the like."""
+MUTATORS = frozenset(
+    {
+        *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "sort", "reverse"),
+        *("update", "setdefault"),
+    }
+)
+"""Attributes by which code changes a list or a dict."""
+HELD = 3
+"""How deep lists, dicts and objects may be in each other, less than recordings follow."""
 SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -111,6 +126,20 @@ HARMLESS = frozenset(
     }
 )
 """Names of Python's in a class by which attributes and operators mean what they always do."""
+DATACLASS = frozenset(
+    {
+        *("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+        *("__setattr__", "__delattr__"),
+    }
+)
+"""Functions that are made for a dataclass, by which its fields are compared, or written to."""
+UNCALLED = frozenset(
+    {
+        *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__replace__"),
+        "__post_init__",
+    }
+)
+"""What else a dataclass has that no step calls."""
 METRICS = "torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.aggregation"
 """Where torchmetrics has objects that sum up or list what they are given."""
 CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})
@@ -237,6 +266,9 @@ class _Reader:
         kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
         self._kinds = [kind for kind in kinds if _package(kind) not in FRAMEWORKS]
         self._seen: set[Any] = set()
+        # Lists, dicts and objects that are read, and whether code may write to any.
+        self._held: list[Any] = []
+        self._writes = False
 
     def step(self, name: str) -> None:
         """Read a step."""
@@ -252,6 +284,18 @@ class _Reader:
         for called in ("per_sample", "forward"):
             if any(called in vars(one) for one in (*self._kinds, *self._own)):
                 self._attribute(called)
+        if self._held:
+            self._require_unwritten()
+
+    def _require_unwritten(self) -> None:
+        """Require that code doesn't write to what it reads, nor reads a default of its class."""
+        if self._writes:
+            kind = type(self._held[0]).__name__
+            _unknown(f"it reads a {kind}, and may write to it by `+=`, `[...] =` or a function")
+        for record in filter(is_plain, self._held):
+            classes = {name for kind in type(record).__mro__[:-1] for name in vars(kind)}
+            if found := sorted((self._seen & classes) - vars(record).keys()):
+                _unknown(f"it reads {found[0]!r} of {type(record).__name__}")
 
     # --- layers ---
 
@@ -296,7 +340,8 @@ class _Reader:
             if name in vars(kind):
                 self._of_class(kind, name)
         found = [self._is_attribute(part, name) for part in self._own]
-        if any(found) or name in KNOWN_ELSEWHERE:
+        of_object = any(name in vars(one) for one in self._held if is_plain(one))
+        if any(found) or of_object or name in KNOWN_ELSEWHERE:
             return
         if name.startswith("_") or not any(_has(layer, name) for layer in self._layers):
             _unknown(f"it reads an attribute {name!r}")
@@ -336,9 +381,21 @@ class _Reader:
         """Require an attribute of an object to be a number, a tensor or a known function."""
         if _is_plain(value) or type(value) in (Tensor, nn.Parameter):
             return
+        if self._is_followed(name, value):
+            return
         if not isinstance(value, (FunctionType, BuiltinFunctionType)):
             _unknown(f"{name!r} is a {type(value).__name__}")
         self._known(name, value)
+
+    def _is_followed(self, name: str, value: Any) -> bool:
+        """Whether recordings depend on what an attribute holds, and not on which object it is."""
+        if (held := _held(value)) is not None:
+            self._held += held
+            return True
+        if type(value) is partial and all(map(_is_plain, (*value.args, *value.keywords.values()))):
+            self._known(name, value.func)
+            return True
+        return False
 
     def _hyperparameter(self, name: str) -> None:
         """Require an entry of ``self.hparams`` to be a number."""
@@ -356,26 +413,39 @@ class _Reader:
             return
         self._seen.add(function)
         defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-        outer = set(function.__code__.co_freevars) - {"__class__"}
         more = [name for name in vars(function) if not name.startswith("__")]
-        if (
-            outer
-            or more
-            or "__wrapped__" in vars(function)
-            or not all(map(_is_plain, defaults.values()))
-        ):
-            _unknown(f"{function.__qualname__} has a closure, a decorator or objects as defaults")
+        if more or not all(map(_is_plain, defaults.values())):
+            _unknown(f"{function.__qualname__} has attributes, or objects as defaults")
         # These can be replaced, too.
         self.read[function, "__code__"] = function.__code__
         self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
+        self._closure(function)
         for code in _codes(function.__code__):
             self._code(function, _instructions(code))
 
+    def _closure(self, function: FunctionType) -> None:
+        """Require the variables around a function to be numbers or known functions, which stay."""
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            if name == "__class__":
+                continue
+            if cell == CellType():
+                _unknown(f"{name!r} around {function.__qualname__} has no value")
+            value = self.read[function, f"around {name}"] = cell.cell_contents
+            if not _is_plain(value):
+                self._known(name, value)
+        for code in _codes(function.__code__):
+            for kind, name in _instructions(code):
+                if kind in ("STORE_DEREF", "DELETE_DEREF") and name in names:
+                    _unknown(f"{function.__qualname__} changes {name!r} around it")
+
     def _code(self, function: FunctionType, code: list[tuple[str, Any]]) -> None:
-        at = 0
+        # This package's own code has no lists, dicts and objects of a user's.
+        at, ours = 0, _package(function) == "lightning_pfl"
         while at < len(code):
             kind, name = code[at]
             at += 1
+            self._writes |= not ours and _may_write(kind, name)
             if kind in GLOBALS:
                 at = self._name(function, name, code, at)
             elif kind in ATTRIBUTES and name == "hparams":
@@ -457,7 +527,7 @@ class _ItemReader(_Reader):
         kinds = [kind for kind in type(dataset).__mro__ if _package(kind) not in FRAMEWORKS]
         self._kinds, self._own, self._layers = kinds, [dataset], []
         self._hidden, self._metrics = set(), set()
-        self._seen = set()
+        self._seen, self._held, self._writes = set(), [], False
 
     def item(self) -> None:
         """Read the code."""
@@ -478,6 +548,9 @@ class _ItemReader(_Reader):
         self.names.add(name)
         super()._attribute(name)
 
+    def _is_followed(self, name: str, value: Any) -> bool:
+        return False  # attributes are compared by what they are alone
+
     def _is_attribute(self, part: Any, name: str) -> bool:
         if name in vars(part):
             self._value(name, vars(part)[name])
@@ -493,8 +566,15 @@ def _unknown(why: str) -> NoReturn:
 
 
 def _package(value: Any) -> str:
-    """Return the package of a class or a function; that of operators has no name."""
-    return str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+    """Return the package of a class or a function; that of operators has no name.
+
+    A decorator may give a function another's module (``functools.wraps``): it is of no package.
+    """
+    package = str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+    if isinstance(value, FunctionType):
+        where = str(value.__globals__.get("__name__")).partition(".")[0]
+        return package if package == where else ""
+    return package
 
 
 def _is_plain(value: Any) -> bool:
@@ -502,6 +582,54 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return all(map(_is_plain, value))
     return type(value) in PLAIN
+
+
+def _may_write(kind: str, name: Any) -> bool:
+    """Whether an instruction may change a list, a dict or an object that is at hand."""
+    in_place = kind == "BINARY_OP" and name in IN_PLACE
+    return in_place or kind.startswith(WRITING) or (kind in ATTRIBUTES and name in MUTATORS)
+
+
+def _held(value: Any, depth: int = HELD) -> list[Any] | None:
+    """Return a list, a dict or an object, and those in it, which all hold plain values alone.
+
+    None where it holds, or is, something else.
+    """
+    if not depth or not (type(value) in (list, dict, tuple) or _is_record(value)):
+        return None
+    inside = value if isinstance(value, (list, dict, tuple)) else vars(value)
+    keys, members = (inside.keys(), inside.values()) if isinstance(inside, dict) else ((), inside)
+    if len(members) > MEMBERS or not all(map(_is_plain, keys)):
+        return None
+    found = [value]
+    for one in members:
+        if not _is_plain(one):
+            if (held := _held(one, depth - 1)) is None:
+                return None
+            found += held
+    return found
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object has attributes alone, and no code of its class runs but in its making."""
+    kind = type(value)
+    if kind in (SimpleNamespace, Namespace):
+        return True
+    if not is_plain(value) or type(kind) is not type:
+        return False
+    members = [item for one in kind.__mro__[:-1] for item in vars(one).items()]
+    return all(
+        _is_of_record(kind, name, member) if name.startswith("__") else _is_plain(member)
+        for name, member in members
+    )
+
+
+def _is_of_record(kind: type, name: str, member: Any) -> bool:
+    """Whether a name of Python's in a class is harmless, or was made for a dataclass."""
+    if name in HARMLESS or not is_dataclass(kind):
+        return name in HARMLESS
+    made = isinstance(member, FunctionType) and member.__code__.co_filename == "<string>"
+    return name in UNCALLED or (name in DATACLASS and (made or member is None))
 
 
 def is_torchs(layer: nn.Module) -> bool:

@@ -4,6 +4,10 @@ import functools
 import math
 import sys
 import time
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,13 +113,109 @@ class Closure(nn.Module):
         return self.function(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Holds(nn.Module):
-    def __init__(self) -> None:
+@dataclass
+class Settings:
+    gain: float = 2.0
+    gains: list[float] = field(default_factory=lambda: [2.0])
+
+
+@dataclass(frozen=True, order=True)
+class Fixed:
+    gain: float = 2.0
+
+    def __post_init__(self) -> None:
+        assert TABLE
+
+
+class Computes(Settings):
+    def more(self) -> float:
+        return TABLE[0]
+
+
+@dataclass
+class Compares(Settings):
+    def __eq__(self, other: object) -> bool:
+        return bool(TABLE)
+
+
+def around(value: Any) -> Any:
+    return lambda x: x * value
+
+
+def doubled(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        return 2 * function(*args)
+
+    return wrapped
+
+
+def counting() -> Any:
+    count = 0
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return function
+
+
+def counting_inside() -> Any:
+    count = 0
+
+    def function(x: Tensor) -> Tensor:
+        def more() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        return x * more()
+
+    return function
+
+
+def with_attribute() -> Any:
+    function = around(2.0)
+    function.gain = 2.0
+    return function
+
+
+def ends_late() -> Any:
+    def function(x: Tensor) -> Tensor:
+        return x * late
+
+    if TABLE:
+        return function
+    late = 2.0
+    return late
+
+
+class CallsIts(nn.Module):
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.held = {"gain": 2.0}
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.held["gain"]
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+class DecoratedByKnown(nn.Module):
+    @doubled
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Holds(nn.Module):
+    """Reads a dict in a dict, and an attribute of an object."""
+
+    def __init__(self, held: Any, settings: Any) -> None:
+        super().__init__()
+        self.held, self.settings = held, settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain: float = self.held["a"]["gain"] * self.settings.gain
+        return x * gain
 
 
 class ClassAttribute(nn.Module):
@@ -305,13 +405,117 @@ def test_layers_that_read_numbers_and_inherit(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [ReadsTime, Imports, Sets, Closure, Holds, Property, Dynamic, Default, Decorated, Attributes,
+    [ReadsTime, Imports, Sets, Closure, Property, Dynamic, Default, Decorated, Attributes,
      Loads, LoadsByName, ReadsModule, GlobalTensor, GlobalLayer, ClassTensor, HelperOfForward,
      OwnClass, Catches, CatchesAll, ReadsNumbers, OfFunction, OfCountedFunction],
 )  # fmt: skip
 def test_layers_that_may_read_more(kind: type[nn.Module]) -> None:
     with pytest.raises(UnknownCodeError):
         read_by_step(module(Sum(), kind()))
+
+
+class Own:
+    """Has numbers alone."""
+
+    other = 3
+
+    def __init__(self) -> None:
+        self.gain = 2.0
+
+
+class OfClass(Own):
+    gain = 2.0
+
+    def __init__(self) -> None:
+        pass
+
+
+class Gives(Own):
+    def __getattr__(self, name: str) -> Any:
+        return TABLE[0]
+
+
+class Doubles(Own):
+    @property
+    def double(self) -> float:
+        return 2 * self.gain
+
+
+FUNCTIONS = {
+    "number": around(2.0),
+    "function": doubled(torch.relu),
+    "function of a function": doubled(doubled(around(2.0))),
+    "partial": functools.partial(F.leaky_relu, negative_slope=0.1),
+    "partial of a function": functools.partial(around(2.0)),
+}
+MORE: dict[str, tuple[Any, str]] = {
+    "list": (around([2.0]), "'value'"),
+    "tensor": (around(TENSOR), "'value'"),
+    "layer": (doubled(LAYER), "has attributes"),
+    "named as torch's": (functools.wraps(F.silu)(lambda x: x * TABLE[0]), "TABLE"),
+    "reads more": (doubled(lambda x: x * TABLE[0]), "TABLE"),
+    "counts": (counting(), "changes 'count'"),
+    "counts inside": (counting_inside(), "changes 'count'"),
+    "attribute": (with_attribute(), "has attributes"),
+    "no value": (ends_late(), "'late'"),
+    "partial of a list": (functools.partial(torch.add, [2.0]), "partial"),
+    "partial of a tensor": (functools.partial(torch.add, TENSOR), "partial"),
+    "partial that reads more": (functools.partial(lambda x: x * TABLE[0]), "TABLE"),
+    "partial of a layer": (functools.partial(LAYER), "'function'"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_with_variables_around_them(name: str) -> None:
+    read_by_step(module(CallsIts(FUNCTIONS[name])))
+
+
+def test_a_known_decorator() -> None:
+    read_by_step(module(DecoratedByKnown()))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_functions_with_more_around_them(name: str) -> None:
+    function, what = MORE[name]
+    with pytest.raises(UnknownCodeError, match=what):
+        read_by_step(module(CallsIts(function)))
+
+
+PLAIN = {"a": {"gain": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Fixed(), Own(), SimpleNamespace(gain=2.0), Namespace(gain=2.0)],
+)
+def test_layers_that_read_lists_dicts_and_objects(settings: Any) -> None:
+    read_by_step(module(Holds(PLAIN, settings)))
+    vars(settings)["gain"] = [{"b": 2.0}]
+    read_by_step(module(Holds(PLAIN, settings)))
+
+
+@pytest.mark.parametrize(
+    ("held", "settings", "what"),
+    [
+        ({"a": {"gain": TABLE.append}}, Settings(), "held"),
+        ({"a": {"gain": torch.ones(())}}, Settings(), "held"),
+        ({"a": {"gain": [[[2.0]]]}}, Settings(), "held"),
+        ({"a": {"gain": 2.0} | dict.fromkeys(range(1000))}, Settings(), "held"),
+        (OrderedDict(PLAIN), Settings(), "held"),
+        (defaultdict(dict), Settings(), "held"),
+        (PLAIN, Computes(), "settings"),
+        (PLAIN, Compares(), "settings"),
+        (PLAIN, Settings(gains=[object()]), "settings"),  # type: ignore[list-item]
+        (PLAIN, SimpleNamespace(gain=object()), "settings"),
+        (PLAIN, SimpleNamespace(other=2.0), "gain"),
+        (PLAIN, OfClass(), "gain"),
+        (PLAIN, Gives(), "settings"),
+        (PLAIN, Doubles(), "settings"),
+    ],
+)
+def test_layers_that_read_what_may_hold_more(held: Any, settings: Any, what: str) -> None:
+    with pytest.raises(UnknownCodeError, match=f"'{what}'"):
+        read_by_step(module(Holds(held, settings)))
 
 
 def test_what_a_layer_calls_is_read() -> None:
@@ -343,7 +547,10 @@ def test_functions_that_layers_of_torch_call_and_are_replaced(
     with pytest.raises(UnknownCodeError, match="TABLE"):
         read_by_step(module(Sum()))
     monkeypatch.setattr(F, "linear", functools.wraps(F.gelu)(lambda x, w, b: own(x, w, b)))
-    with pytest.raises(UnknownCodeError, match="closure"):
+    read_by_step(module(Sum()))
+    table = [2.0]
+    monkeypatch.setattr(F, "linear", functools.wraps(F.gelu)(lambda x, w, b: x * table[0]))
+    with pytest.raises(UnknownCodeError, match="table"):
         read_by_step(module(Sum()))
 
 

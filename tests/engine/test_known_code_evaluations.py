@@ -59,7 +59,8 @@ def evaluating(make: Callable[[], Any]) -> Any:
     module = make()
     kind = type(module)
     if "validation_step" not in vars(kind):
-        takes = kind.training_step.__code__.co_argcount if kind.__name__ != "IsDecorated" else 3
+        decorated = kind.__name__.startswith("IsDecorated")
+        takes = 3 if decorated else kind.training_step.__code__.co_argcount
         step = Evaluated.validation_step if takes == 3 else EvaluatedAlone.validation_step
         module.__class__ = type(kind.__name__, (kind,), {"validation_step": step})
     return module

@@ -190,11 +190,11 @@ newer = pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 
 
 
 class Base(nn.Module):
-    """Holds a number and a list."""
+    """Holds a number, a list and an object."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain, self.held = 2.0, [2.0]
+        self.gain, self.held, self.plain = 2.0, [object()], [2.0]
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -220,6 +220,34 @@ def test_what_code_reads_is_found_wherever_it_stands(body: str) -> None:
         read_by_step(network(body.replace("NUMBER", "TABLE")))
     with pytest.raises(UnknownCodeError, match="'held'"):
         read_by_step(network(body.replace("NUMBER", "self.held")))
+
+
+WRITES = [
+    "self.plain[0] = 3.0; return x",
+    "self.plain[:] = []; return x",
+    "del self.plain[0]; return x",
+    "self.plain[0] += 1; return x",
+    "plain = self.plain; plain += [3.0]; return x",
+    "plain = self.plain; plain *= 2; return x",
+    "self.plain.append(3.0); return x",
+    "self.plain.clear(); return x",
+    "list.append(self.plain, 3.0); return x",
+    "change = self.plain.extend; change([3.0]); return x",
+    "[self.plain.insert(0, y) for y in (1, 2)]; return x",
+    """
+    def inner(y):
+        y[0] = 3.0
+    inner(self.plain)
+    return x
+    """,
+]
+
+
+@pytest.mark.parametrize("body", WRITES)
+def test_code_that_may_write_to_a_list_is_refused(body: str) -> None:
+    read_by_step(network("return x * self.plain[0] + len(self.plain)"))
+    with pytest.raises(UnknownCodeError, match="may write to it"):
+        read_by_step(network(body))
 
 
 @pytest.mark.parametrize("body", REFUSED)

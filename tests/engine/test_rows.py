@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,28 @@ class Listed(Pairs):
         return self.every[position]
 
 
+class ByList(Pairs):
+    """Its samples are rows, until the number in a list is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = [0]
+
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position - self.shifts[0]]
+
+
+class ByPartial(Pairs):
+    """The same, with a function's argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.select = partial(torch.select, dim=0)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.select(self.x, index=position)
+
+
 class Asking(Pairs):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -320,6 +343,8 @@ OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
             Trained,
             Inferred,
             Listed,
+            ByList,
+            ByPartial,
             Asking,
         ),
     )

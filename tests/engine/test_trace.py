@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar
@@ -121,11 +122,11 @@ def make(kind: type[PersonalizedModule]) -> PersonalizedModule:
 
 
 class OwnSample(PersonalizedModule):
-    """Reads a list that changes from call to call of a round."""
+    """Reads a collection that changes between rounds."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.scales = [1.0]
+        self.scales: Any = deque([1.0])
 
     def per_sample(self, batch: Any) -> dict[str, Tensor]:
         values = super().per_sample(batch)
@@ -150,13 +151,17 @@ class UsesInputs(PersonalizedModule):
 
 
 @pytest.mark.parametrize("kind", [OwnSample, OwnForward])
-def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_user_overrides_is_recorded_if_it_is_known(
+    kind: type[OwnSample], known: bool
+) -> None:
     """A scale of zero from the second round on must stop the training, also where round 0 was
     long."""
-    module = make(kind)
+    module: Any = make(kind)
+    module.scales = list(module.scales) if known else module.scales
     first = run(module, FedAvg(local_epochs=3))
-    assert replays(first) == 0
-    module.scales.append(0.0)  # type: ignore[operator, union-attr]
+    assert (replays(first) > 0) == known
+    module.scales.append(0.0)
     engine, method = first.engine, FedAvg()
     method.bind(Known.of(engine.parameter_split, 5))
     work = LocalWork(

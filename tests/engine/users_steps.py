@@ -386,6 +386,75 @@ class ReadsObject(Plain):
         return loss * self.held.gain  # type: ignore[no-any-return]
 
 
+def with_gain() -> tuple[Any, Any]:
+    gain = 1.0
+
+    def function(loss: Tensor) -> Tensor:
+        return loss * gain
+
+    def change(value: float) -> None:
+        nonlocal gain
+        gain = value
+
+    return function, change
+
+
+class ReadsAround(Plain):
+    """Calls a function with a number around it, which another function changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.change = with_gain()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.function(loss)  # type: ignore[no-any-return]
+
+
+def set_around(module: Any, number: int) -> None:
+    module.change(1.0 + 0.1 * number)
+
+
+class CallsPartial(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = functools.partial(torch.mul, other=1.0)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.function(loss)
+
+
+def set_partial(module: Any, number: int) -> None:
+    module.function.keywords["other"] = 1.0 + 0.1 * number
+
+
+def times_global(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        return function(*args) * GAIN
+
+    return wrapped
+
+
+class IsDecoratedByKnown(Plain):
+    @times_global
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class ReadsNested(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"gains": [SimpleNamespace(gain=1.0)]}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        gain: float = self.held["gains"][0].gain
+        return loss * gain
+
+
+def set_nested(module: Any, number: int) -> None:
+    module.held["gains"][0].gain = 1.0 + 0.1 * number
+
+
 def set_held(module: Any, number: int) -> None:
     held = module.hparams.get("held", getattr(module, "held", None))
     if isinstance(held, dict):
@@ -397,6 +466,12 @@ def set_held(module: Any, number: int) -> None:
 
 
 HONEST: list[Any] = [
+    (ReadsHeld, set_held),
+    (ReadsObject, set_held),
+    (ReadsNested, set_nested),
+    (ReadsAround, set_around),
+    (CallsPartial, set_partial),
+    (IsDecoratedByKnown, set_global),
     (ReadsNumber, nothing),
     (ComparesNumber, nothing),
     (LogsNumber, nothing),
@@ -663,8 +738,6 @@ def set_list(module: Any, number: int) -> None:
 
 
 UNKNOWN: list[Any] = [
-    (ReadsHeld, set_held),
-    (ReadsObject, set_held),
     (ReadsEpoch, nothing),
     (ReadsTrainer, nothing),
     (ReadsSteps, nothing),
