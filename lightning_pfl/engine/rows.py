@@ -65,7 +65,7 @@ class Source:
         self._versions = [(one, one._version) for one in every if not self.differs]
         self._tensors = {name: _Tensor(one) for name, one in found.items() if _has_rows(one)}
         self._form: Any = None
-        self._seen = bytearray(len(dataset))
+        self._seen = bytearray(max((len(one.tensor) for one in self._tensors.values()), default=0))
 
     def holds(self, dataset: Any) -> bool:
         """Whether samples that were found to be rows still are; whatever these hold by now."""
@@ -97,6 +97,10 @@ class Source:
 
     def note(self, positions: list[int], samples: list[Any]) -> None:
         """Note whether samples are rows."""
+        # A sampler's positions may be anything.
+        if not all(type(at) is int and at < len(self._seen) for at in positions):
+            self.differs = True
+            return
         if self._form is None and samples:
             self._form = self._find(positions[0], samples[0])
         self.differs = not self._are_rows(self._form, positions, samples)

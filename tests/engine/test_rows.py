@@ -109,6 +109,24 @@ def chosen() -> DataLoader[Any]:
     return DataLoader(Pairs(), batch_size=3, sampler=SubsetRandomSampler([*range(SAMPLES)]))
 
 
+class LongerThanItSays(Pairs):
+    def __len__(self) -> int:
+        return SAMPLES // 2
+
+
+def longer_than_it_says() -> DataLoader[Any]:
+    return DataLoader(Subset(LongerThanItSays(), range(SAMPLES)), batch_size=3, shuffle=True)
+
+
+class Unsized(Pairs):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def unsized() -> DataLoader[Any]:
+    return DataLoader(Unsized(), 3, sampler=SubsetRandomSampler(range(SAMPLES)))
+
+
 class DrawnOrder(Sampler[int]):
     """An order that NumPy and Python draw."""
 
@@ -142,7 +160,10 @@ def drawn_order() -> DataLoader[Any]:
 
 ROWS: dict[str, Callable[[], DataLoader[Any]]] = {
     **{kind.__name__: own(kind) for kind in (Pairs, Dicts, Nested, EverySecond, Alone, Chosen)},
-    **{make.__name__: make for make in (weighted, subset, generated, chosen)},
+    **{
+        make.__name__: make
+        for make in (weighted, subset, generated, chosen, longer_than_it_says, unsized)
+    },
 }
 
 
@@ -312,6 +333,25 @@ class Begun(Pairs):
         return self.whole[position] if len(self.begin) else self.begin[position]
 
 
+class Keyed(Pairs):
+    def __getitem__(self, position: Any) -> Any:
+        return self.x[len(position)], self.y[len(position)]
+
+
+def keyed() -> DataLoader[Any]:
+    keys: Any = ["a" * length for length in range(SAMPLES)]
+    return DataLoader(Keyed(), 3, sampler=SubsetRandomSampler(keys))
+
+
+class Bare(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return {}
+
+
+def bare() -> DataLoader[Any]:
+    return DataLoader(Subset(Bare(), range(2 * SAMPLES)), 3, shuffle=True)
+
+
 def begun() -> DataLoader[Any]:
     return DataLoader(Begun(), batch_size=4)
 
@@ -348,7 +388,14 @@ OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
             Asking,
         ),
     )
-} | {"batched": batched, "drawn_order": drawn_order, "begun": begun, "longer": longer}
+} | {
+    "keyed": keyed,
+    "batched": batched,
+    "bare": bare,
+    "drawn_order": drawn_order,
+    "begun": begun,
+    "longer": longer,
+}
 
 
 # --- comparisons ----------------------------------------------------------------------------------
