@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 import torch
@@ -261,8 +261,9 @@ def _together(data: FederatedTensorDataset, positions: list[Tensor], rows: int) 
     gaps = [-size % rows for size in cuts[:-1]] + [0]
     if gapped := any(gaps):
         any_sample = positions[0].new_zeros(rows)
+        fillers = {gap: any_sample[:gap] for gap in {*gaps}}
         cuts = [size for pair in zip(cuts, gaps, strict=True) for size in pair]
-        pairs = zip(positions, map(any_sample.narrow, repeat(0), repeat(0), gaps), strict=True)
+        pairs = zip(positions, map(fillers.__getitem__, gaps), strict=True)
         positions = [part for pair in pairs for part in pair]
     batch = data.gather(torch.cat(positions))
     # Parts that autograd takes for tensors of their own, of which a step may change one.
