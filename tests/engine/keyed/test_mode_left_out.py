@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -22,7 +23,9 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
+from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal
+from tests.engine.nets import CLASSES, image_clients
 
 CLIENTS, STEPS = 3, 4
 ONES = torch.ones(50, dtype=torch.float64)
@@ -111,3 +114,34 @@ def test_the_first_client_settles_it(
     run(Late(DRAWS[draw], quiet))
     assert entered.count(NamedRandomness) == by_name * STEPS
     assert entered.count(KeyedRandomness) == intercepted * STEPS
+
+
+class Drops(L.LightningModule):
+    """Its code isn't known, and it draws by a function that has a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(25, 8), nn.Dropout(0.5))
+        self.head = nn.Linear(8, CLASSES)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        self.log("loss", loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_resumed_run_draws_the_same(tmp_path: Path) -> None:
+    """Its first client gets everything, and that of the whole run keys by name alone."""
+
+    def train(rounds: int, engine: str = "sequential", **options: Any) -> Fit:
+        return fit(FedAvg(), image_clients(), Drops(), rounds, engine, **options)
+
+    whole, file = train(4), train(2).save(tmp_path / "a.ckpt")
+    assert_trees_equal(train(4, ckpt_path=file).server, whole.server)
+    assert_trees_equal(train(4, "reference").server, whole.server)
+    assert whole.metrics["loss"] > 0
