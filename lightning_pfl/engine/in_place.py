@@ -147,13 +147,15 @@ class _Program:
         self.recorder, self.buffers, self.result = recorder, buffers, result
         values: list[Tensor] = []
         flatten(result, values)
+        self.tensors, self.roots = dict(recorder.tensors), recorder.roots
         self.changed = recorder.written()
-        self.results = self._uncopied([recorder.name(value) for value in values])
+        self.results = [recorder.name(value) for value in values]
+        if targets:  # then results are what a step logs, to which nobody writes
+            self.results = list(map(self._source, self.results))
         self.targets: dict[str, list[Tensor]] = {}
         for name, target in targets:
             if given.get(name) is not target:
                 self.targets.setdefault(name, []).append(target)
-        self.tensors, self.roots = dict(recorder.tensors), recorder.roots
         self.space: dict[str, Any] = {**recorder.constants, **given}
         self.arguments = [name for name in recorder.arguments if name not in given]
         wanted = [*(name for name, _ in targets), *self.results]
@@ -169,15 +171,14 @@ class _Program:
         self.last_read = {name: n for n, call in enumerate(self.calls) for name in call.reads}
         self.lines: list[str] = []
 
-    def _uncopied(self, results: list[str]) -> list[str]:
-        """Take results for copies that are made of them, if no operator changes them later."""
-        calls = self.recorder.calls
-        sources = {c.makes[0]: next(iter(c.reads)) for c in calls if c.operator == COPIES[0]}
-        roots = self.recorder.roots
-        return [
-            name if roots.get(sources.get(name, name)) in self.changed else sources.get(name, name)
-            for name in results
-        ]
+    def _source(self, name: str) -> str:
+        """Return the tensor of which another is a copy, if it lies alike and stays as it is."""
+        for call in self.recorder.calls:
+            if call.operator is COPIES[0] and call.makes[0] == name:
+                (source,) = call.reads
+                alike = layout(self.recorder.tensors[source]) == layout(self.tensors[name])
+                return source if alike and self.roots[source] not in self.changed else name
+        return name
 
     def _in_parts(self, calls: Iterable[Call]) -> Iterator[Call]:
         """Write gradients of slices to their places in what is summed of them."""
