@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -60,6 +61,18 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     """Write unsigned bytes as Fashion-MNIST's files hold them."""
     header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
     path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1))
+
+
+@pytest.fixture(autouse=True)
+def programs_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `engine="auto"` choose as for ten clients in a program: those of tests are fewer."""
+    from lightning_pfl.engine.steps import clients_served
+
+    def many(*args: Any, **settings: Any) -> tuple[float, bool]:
+        served, grouped = clients_served(*args, **settings)
+        return (served if grouped else max(10.0, served)), grouped
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.clients_served", many)
 
 
 @pytest.fixture

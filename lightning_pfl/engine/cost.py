@@ -1,10 +1,10 @@
-"""An estimate of which engine is faster on a CPU, from a step's floating-point operations.
+"""An estimate of which engine is faster on a CPU, from a step's operators and their arithmetic.
 
-Batching over clients saves the time that Python and torch take for each call, and pays with
+Batching over clients saves the time that Python and torch take for each operator, and pays with
 arithmetic that is further from the caches: weights and activations of many clients at once. So it
-wins on small networks and loses on large ones. The unit of the estimate is the time of a million
-operations in the sequential engine, and its constants are a fit to the ratios in
-``docs/profiles.md``.
+wins on small networks and loses on large ones, and the more clients share a program, the more it
+saves. Random numbers need no term of their own: a mask is two dozen operators. The unit of the
+estimate is 15 microseconds, and its constants are a fit to the times in ``docs/profiles.md``.
 
 It is no clock, because a seed must give the same numbers in every run, and the engines differ in
 the last bits.
@@ -16,26 +16,25 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from operator import add
 
-CALL_ALONE = 62.0
-"""Cost of the calls in a gradient of one client."""
-CALL_REPLAYED = 12.0
-"""The same, if whole steps are recorded and replayed."""
-CALL_TOGETHER = 7.0
-"""A client's share of the calls in a gradient of many clients."""
-PROGRAM, PROGRAM_CONVOLUTION = 70.0, 60.0
-"""Cost of the calls in a gradient of many clients, and more for each convolution, which few clients
-share where minibatches of other sizes can't be padded."""
-CONVOLUTION = 28.0
-"""Cost of a convolution in a gradient of one client, whose channels are few for its operators."""
-ALONE, TOGETHER = 0.75, 1.5
+CALL, CALL_WATCHED = 0.23, 0.65
+"""Cost of an operator's call in a step of one client: replayed, and where it isn't."""
+PROGRAM, SHARED = 13.0, 0.04
+"""Cost of a program of many clients, and of an operator in it for each of them."""
+CALL_OF_PROGRAM, CALL_OF_GROUP, CALL_OF_PROGRAM_WATCHED = 0.22, 1.0, 3.0
+"""Cost of an operator's call in a program: where steps are replayed as a whole, where gradients
+alone are, as the clients' minibatches have several sizes, and where nothing is."""
+CONVOLUTION, CONVOLUTION_OF_PROGRAM = 22.0, 32.0
+"""Cost of a convolution in a gradient of one client, whose channels are few for its operators, and
+in a program of many."""
+ALONE, TOGETHER = 1.0, 1.6
 """Cost of a million operations of matrix products in a gradient of one client, and of many."""
-TOGETHER_IN_THREADS = 0.85
+TOGETHER_IN_THREADS = 1.1
 """The same of many with several threads, for which one client's operators are too small: with two
 threads products of ten clients take half of the time, a client's step four fifths."""
-CONVOLVED, CONVOLVED_TOGETHER = 2 / 3, 1.2
+CONVOLVED, CONVOLVED_TOGETHER = 0.56, 0.65
 """The same in networks with convolutions, with any number of threads."""
 FORWARD = 1 / 3
-"""The forward pass's share of a gradient's operations."""
+"""The forward pass's share of a gradient."""
 
 EVALUATED, WATCHED = 5.0, 7.0
 """Cost of the calls in an evaluated minibatch of one client, and more where it isn't replayed."""
@@ -53,23 +52,40 @@ FORWARD_CONVOLVED, FORWARD_CONVOLVED_TOGETHER = 0.5, 2.0
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """The parts of one client's gradient and step, on average over all phases.
+
+    Args:
+        operations: Floating-point operations.
+        calls: Operators that are called, without views.
+        convolutions: Convolutions, forward.
+    """
+
+    operations: float
+    calls: float
+    convolutions: float = 0.0
+
+
+@dataclass(frozen=True)
 class Share:
     """Gradients of one client in a phase.
 
     Args:
         gradients: Their number.
+        served: Clients that one program serves on average.
+        grouped: Whether clients of one step run in several programs, as their minibatches have
+            several sizes and can't be padded.
         cached: Whether the frozen backbone's features are cached when clients run together, so that
             hardly any operations are left after the first pass over the data.
         passes: Passes over the data, where features are cached.
         cached_alone: Whether they also are where one client runs after another.
-        served: Clients of unequal sizes that one program serves on average; None for equal ones,
-            and where minibatches are padded.
     """
 
     gradients: int
+    served: float
+    grouped: bool = False
     cached: bool = False
     passes: int = 1
-    served: float | None = None
     cached_alone: bool = False
 
 
@@ -97,48 +113,44 @@ class Load:
 
 
 def batching_pays(
-    operations: float,
-    shares: Iterable[Share],
-    replayed: bool = False,
-    convolutions: float = 0.0,
-    threads: int = 1,
+    gradient: Gradient, shares: Iterable[Share], replayed: bool = False, threads: int = 1
 ) -> bool:
     """Whether clients train faster together than one after another.
 
     Args:
-        operations: Floating-point operations of one client's gradient, on average over the shares.
-        shares: Its gradients in a round, one share of each phase.
-        replayed: Whether one client's step would be replayed.
-        convolutions: Convolutions in a gradient.
+        gradient: A gradient's parts, on average over the shares.
+        shares: A client's gradients in a round, one share of each phase.
+        replayed: Whether steps are replayed.
         threads: Threads within an operator.
 
     Example:
-        >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
-        (True, False)
-        >>> [batching_pays(44e6, [Share(60)], replayed=True, threads=some) for some in (1, 2)]
+        >>> [batching_pays(Gradient(1e6, 60), [Share(6, served)], True) for served in (2, 10)]
+        [False, True]
+        >>> [batching_pays(Gradient(40e6, 60), [Share(6, 10)], True, some) for some in (1, 2)]
         [False, True]
     """
     shares = list(shares)
-    convolved = convolutions > 0
+    convolved = gradient.convolutions > 0
     rates = ALONE, TOGETHER if threads == 1 else TOGETHER_IN_THREADS
     rate, rate_together = (CONVOLVED, CONVOLVED_TOGETHER) if convolved else rates
+    call = CALL if replayed else CALL_WATCHED
     # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
     parts = [FORWARD if share.cached else 1.0 for share in shares]
-    full = operations / 1e6 * len(shares) / sum(parts)
-    call = CALL_REPLAYED if replayed else CALL_ALONE
+    full = gradient.operations / 1e6 * len(shares) / sum(parts)
     alone = together = 0.0
     for share, part in zip(shares, parts, strict=True):
-        work = full * part
+        work, convolutions = full * part, part * gradient.convolutions
         # The first pass computes the features.
         batched = share.gradients / share.passes if share.cached else share.gradients
         computed = batched if share.cached_alone else share.gradients
-        alone += computed * (part * convolutions * CONVOLUTION + rate * work)
-        alone += share.gradients * call
-        calls = CALL_TOGETHER
-        if share.served is not None:
-            program = PROGRAM + part * convolutions * PROGRAM_CONVOLUTION
-            calls = max(calls, program / share.served)
-        together += batched * rate_together * work + share.gradients * calls
+        alone += computed * (convolutions * CONVOLUTION + rate * work)
+        alone += share.gradients * gradient.calls * call
+        of_program = CALL_OF_GROUP if share.grouped else CALL_OF_PROGRAM
+        of_program = of_program if replayed else CALL_OF_PROGRAM_WATCHED
+        program = (PROGRAM + gradient.calls * of_program) / share.served
+        together += share.gradients * (gradient.calls * SHARED + program)
+        convolved_once = convolutions * CONVOLUTION_OF_PROGRAM / share.served
+        together += batched * (convolved_once + rate_together * work)
     return together <= alone
 
 

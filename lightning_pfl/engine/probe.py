@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
-from lightning_pfl.engine.cost import Share, batching_pays, evaluating_pays
-from lightning_pfl.engine.operators import ONEDNN_PRODUCT
+from lightning_pfl.engine.cost import Gradient, Share, batching_pays, evaluating_pays
+from lightning_pfl.engine.operators import ONEDNN_PRODUCT, OperatorMode
 from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import (
     OTHER_NUMBERS,
@@ -103,6 +103,24 @@ def _recurrent_backward(*shapes: Any, **_: Any) -> int:
     return 2 * _recurrent(*shapes)
 
 
+class CallCounter(OperatorMode):
+    """Counts the operators that are called, but for views, which recordings make once.
+
+    Attributes:
+        number: Their number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.number += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))
+
+
 class _NoHooks(ModuleTracker):
     def __enter__(self) -> _NoHooks:
         return self
@@ -148,14 +166,17 @@ class Probe:
         self.sequential = sequential
         self.module, self.settings = sequential.module, sequential.settings
 
-    def alone(self, record: bool) -> SequentialEngine:
+    def alone(
+        self, record: bool, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> SequentialEngine:
         """Make another sequential engine.
 
         Args:
             record: Whether it may record steps.
+            around: Makes what is around each step that isn't replayed.
         """
-        split = self.sequential.parameter_split
-        return SequentialEngine(self.module, split, self.settings, record=record)
+        split, loop = self.sequential.parameter_split, None
+        return SequentialEngine(self.module, split, self.settings, loop, record, around)
 
     def at_once(self, transform: Transform) -> VectorizedEngine:
         """Make a vectorized engine.
@@ -244,17 +265,18 @@ class Probe:
             piece: As of :meth:`piece`.
         """
         assert isinstance(piece, LocalWork)
-        alone, counter = self.alone(record=True), OperationCounter()
+        counter, calls = OperationCounter(), CallCounter()
+        alone = self.alone(record=True, around=lambda: calls)
         # Attention as products, which are counted.
         with batchable_kernels("forward"), counter:
             alone.train(piece.rows(slice(0, 1)))
         gradients = max(alone.gradients, 1)
-        operations = counter.get_total_flops() / gradients
-        replayed = alone.replays(work)
-        convolutions = counter.convolutions / gradients
+        counts = counter.get_total_flops(), calls.number, counter.convolutions
+        gradient = Gradient(*(count / gradients for count in counts))
         shares = self._shares(work, self.at_once("forward"), alone.keeps_features)
-        counted = operations, shares, replayed, convolutions, torch.get_num_threads()
-        return Estimate(operations, batching_pays(*counted))
+        threads = torch.get_num_threads()
+        pays = batching_pays(gradient, shares, alone.replays(work), threads)
+        return Estimate(gradient.operations, pays)
 
     def evaluation_estimate(
         self,
@@ -303,9 +325,9 @@ class Probe:
             active = ActivePhase(phase, self.sequential.parameter_split)
             cached = passes > 1 and engine.prefix.expects(active, work.data)
             with active.modes():
-                served = None if phase.full_batch else _clients_served(work, phase, engine)
-            kept = cached, passes if cached else 1, served, cached and too
-            shares.append(Share(gradients, *kept))
+                served, grouped = _clients_served(work, phase, engine)
+            kept = cached, passes if cached else 1, cached and too
+            shares.append(Share(gradients, served, grouped, *kept))
         return shares
 
     def seconds(
@@ -370,9 +392,10 @@ def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
     return evaluation_trees(engine.evaluate(work), work.models)
 
 
-def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> float | None:
-    """Count the clients that one program serves, where it can't serve those of all sizes."""
-    data = work.data
+def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> tuple[float, bool]:
+    """Count the clients that one program serves, and whether those of a step need several."""
+    data, cohort = work.data, work.cohort or len(work.info)
+    together = engine.at_once(cohort)  # each process has a part of the cohort
     kinds: set[tuple[int | None, DropLast]]
     if isinstance(data, FederatedTensorDataset):
         kinds = {(data.batch_size, data.drop_last)}
@@ -380,15 +403,19 @@ def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> 
         kinds = {(loader.batch_size, loader.drop_last) for loader in data.loaders}
     batch_size, drop_last = kinds.pop()
     if kinds or batch_size is None:  # DataLoaders with other sizes each, or a sampler of batches
-        return None
-    # Of as many of all clients as run together; each process has a part of the cohort.
-    every = max(1, len(data.num_samples) // engine.at_once(work.cohort or len(work.info)))
-    sizes = data.num_samples[::every].tolist()
-    served = clients_served(sizes, batch_size, drop_last)
-    if served is not None and isinstance(data, FederatedTensorDataset):
+        return float(together), False
+    # Clients of all sizes, as many as a cohort has.
+    every = data.num_samples.sort().values.tolist()
+    sizes = [every[at * len(every) // cohort] for at in range(cohort)]
+    if phase.full_batch:
+        batch_size, drop_last = max(1, *sizes), False
+    counted = sizes, batch_size, drop_last, together
+    served, several = clients_served(*counted)
+    if several and isinstance(data, FederatedTensorDataset):
         program, settings = engine.program(data.augment), engine.checks.settings()
-        return None if engine.survey(work, phase, program, settings).pads else served
-    return served
+        if engine.survey(work, phase, program, settings).pads:
+            return clients_served(*counted, padded=True)
+    return served, several
 
 
 def _full_minibatch(work: EvaluationWork) -> int:

@@ -81,6 +81,7 @@ class SequentialEngine:
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         record: Whether steps may be recorded and replayed.
+        around: Makes what is around each step that isn't replayed.
 
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
@@ -102,7 +103,9 @@ class SequentialEngine:
         settings: EngineSettings,
         loop: ModuleLoop | None = None,
         record: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._around = around
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.loop, self.record = loop, record
         self._noted = NotedMetrics(module)
@@ -426,7 +429,8 @@ class SequentialEngine:
                         for step in steps:
                             batch = split_draws(step, phase.batches_per_step)
                             local_step.new_step()
-                            state = take_step(method, state, batch, local_step)
+                            with self._around():
+                                state = take_step(method, state, batch, local_step)
                             local_step.end_step()
                     else:
                         count = len(minibatches.bounds) * minibatches.size

@@ -83,28 +83,39 @@ def epoch_minibatches(samples: int, batch_size: int, drop_last: DropLast) -> int
     return complete + (rest >= least)
 
 
-def clients_served(sizes: Iterable[int], batch_size: int, drop_last: DropLast) -> float | None:
-    """Count the clients of a minibatch number whose minibatches have one size, on average.
+def clients_served(
+    sizes: Iterable[int], batch_size: int, drop_last: DropLast, together: int, padded: bool = False
+) -> tuple[float, bool]:
+    """Count the clients of a program, on average over those that a pass over the data needs.
 
     Args:
         sizes: Samples of each client.
         batch_size: Samples of a minibatch, but for the last one of a client.
         drop_last: As of the data.
+        together: Clients that run together at most, the largest first.
+        padded: Whether minibatches of different sizes are padded.
 
     Returns:
-        None if all minibatches of each number have one size.
+        The clients, and whether a minibatch number needs several programs, one for each size.
 
     Example:
-        >>> clients_served([8, 8, 6, 4], 4, False)  # all first ones; the second ones of two sizes
-        2.3333333333333335
+        >>> clients_served([8, 6, 8, 4], 4, False, 4)  # one program, and two for the second ones
+        (2.3333333333333335, True)
+        >>> clients_served([8, 6, 8, 4], 4, False, 4, padded=True)
+        (3.5, False)
     """
-    kinds: set[tuple[int, int]] = set()
-    total = most = 0
-    for samples in sizes:
-        number = epoch_minibatches(samples, batch_size, drop_last)
-        kinds |= {(at, min(batch_size, samples - at * batch_size)) for at in range(number)}
-        total, most = total + number, max(most, number)
-    return total / len(kinds) if len(kinds) > most else None
+    total = programs = 0
+    several, ordered = False, sorted(sizes, reverse=True)
+    for first in range(0, len(ordered), together):
+        kinds: set[tuple[int, int]] = set()
+        most = 0
+        for samples in ordered[first : first + together]:
+            number = epoch_minibatches(samples, batch_size, drop_last)
+            kinds |= {(at, min(batch_size, samples - at * batch_size)) for at in range(number)}
+            total, most = total + number, max(most, number)
+        several |= len(kinds) > most and not padded
+        programs += most if padded else len(kinds)
+    return max(1.0, total / max(1, programs)), several
 
 
 def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:

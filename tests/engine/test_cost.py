@@ -10,23 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_pfl.core.draws import Draws, with_starts
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine import cost
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.cost import (
     ALONE,
-    CALL_ALONE,
-    CALL_REPLAYED,
-    CALL_TOGETHER,
+    CALL,
+    CALL_OF_GROUP,
+    CALL_OF_PROGRAM,
+    CALL_OF_PROGRAM_WATCHED,
+    CALL_WATCHED,
     PROGRAM,
+    SHARED,
     TOGETHER,
     TOGETHER_IN_THREADS,
+    Gradient,
     Load,
     Share,
     batching_pays,
     evaluating_pays,
 )
-from lightning_pfl.engine.operators import has_onednn, onednn_product
+from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product
 from lightning_pfl.engine.probe import OperationCounter, Probe, Problem
 from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
@@ -40,29 +45,58 @@ from lightning_pfl.testing.fitting import fit
 from tests.engine.nets import CLASSES, image_clients
 from tests.trainer.setting import trainer
 
-EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (TOGETHER - ALONE)
-"""Operations of a gradient at which both cost the same."""
+
+@pytest.fixture
+def programs_of_many() -> None:
+    """Count clients as they are."""
+
+
+CALLS, MANY = 40, 10.0
+"""Operators of a step, and clients of a program."""
+FOUR = (8, 8, 8, 8)
+"""Samples of as few clients as are faster together."""
+
+
+def saved(
+    calls: int = CALLS, served: float = MANY, replayed: bool = True, grouped: bool = False
+) -> float:
+    """Return what a step saves beside its arithmetic where clients run together."""
+    alone = calls * (CALL if replayed else CALL_WATCHED)
+    each = CALL_OF_GROUP if grouped else CALL_OF_PROGRAM
+    program = PROGRAM + calls * (each if replayed else CALL_OF_PROGRAM_WATCHED)
+    return alone - calls * SHARED - program / served
+
+
+def pays(millions: float, shares: list[Share], **settings: Any) -> bool:
+    return batching_pays(Gradient(1e6 * millions, CALLS), shares, **settings)
 
 
 @pytest.mark.parametrize("gradients", [1, 60])
-def test_the_number_of_steps_does_not_matter_in_one_phase(gradients: int) -> None:
-    assert batching_pays(EVEN * 0.99, [Share(gradients)])
-    assert not batching_pays(EVEN * 1.01, [Share(gradients)])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_number_of_steps_does_not_matter_in_one_phase(gradients: int, replayed: bool) -> None:
+    even = saved(replayed=replayed) / (TOGETHER - ALONE)
+    assert pays(even * 0.99, [Share(gradients, MANY)], replayed=replayed)
+    assert not pays(even * 1.01, [Share(gradients, MANY)], replayed=replayed)
 
 
-def test_replayed_steps_of_one_client_are_cheaper() -> None:
-    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (TOGETHER - ALONE)
-    assert even < EVEN
-    assert batching_pays(even * 0.99, [Share(3)], replayed=True)
-    assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_program_pays_for_enough_clients(grouped: bool, replayed: bool) -> None:
+    """Without operations, calls alone decide."""
+    settings = {"replayed": replayed, "grouped": grouped}
+    few, many = (saved(served=clients, **settings) for clients in (1.0, 1e9))
+    even = (many - few) / many  # its cost is shared by the clients
+    assert 1 < even < MANY
+    assert pays(0, [Share(3, even * 1.01, grouped)], replayed=replayed)
+    assert not pays(0, [Share(3, even * 0.99, grouped)], replayed=replayed)
 
 
-def test_few_clients_share_the_calls_where_sizes_differ() -> None:
-    """Without operations, calls alone decide: 70 / served against 12."""
-    even = PROGRAM / CALL_REPLAYED
-    assert batching_pays(0, [Share(3, served=even * 1.01)], replayed=True)
-    assert not batching_pays(0, [Share(3, served=even * 0.99)], replayed=True)
-    assert batching_pays(0, [Share(3, served=1000.0)], replayed=True)
+def test_more_operators_speak_for_many_clients() -> None:
+    """As those that random numbers take."""
+    between = (saved(CALLS) + saved(CALLS + 30)) / 2 / (TOGETHER - ALONE)
+    for calls in (CALLS, CALLS + 30):
+        gradient = Gradient(1e6 * between, calls)
+        assert batching_pays(gradient, [Share(3, MANY)], True) is (calls > CALLS)
 
 
 class Own(PersonalizedModule):
@@ -73,21 +107,28 @@ class Own(PersonalizedModule):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "served"),
+    ("kind", "sizes", "served", "grouped"),
     [
-        (PersonalizedModule, (8, 8, 6, 4), None),
-        (Own, (8, 8, 8, 8), None),
-        # Of the first and the third client: one program for the first minibatches, two for the
-        # second ones.
-        (Own, (8, 8, 6, 4), 4 / 3),
+        (PersonalizedModule, (8, 8, 8, 8), 2.0, False),
+        (Own, (8, 8, 8, 8), 2.0, False),
+        # Of the smallest and the third client: two programs for three minibatches.
+        (PersonalizedModule, (8, 8, 4, 3), 3 / 2, False),
+        # The first minibatches have two sizes if they can't be padded.
+        (Own, (8, 8, 4, 3), 1.0, True),
+        # One program for the first minibatches of both, one for the second one.
+        (Own, (4, 4, 8, 8), 3 / 2, False),
     ],
 )
 def test_clients_that_a_program_serves_are_counted(
-    kind: Any, sizes: tuple[int, ...], served: float | None, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    sizes: tuple[int, ...],
+    served: float,
+    grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], *_: Any) -> bool:
+    def watch(_: Gradient, shares: list[Share], *__: Any) -> bool:
         seen.extend(shares)
         return True
 
@@ -95,7 +136,7 @@ def test_clients_that_a_program_serves_are_counted(
     module = kind(nn.Sequential(nn.Flatten(), nn.Linear(25, 6)), nn.Linear(6, CLASSES)).double()
     # Of as many of all clients as train in a round, of whom each of several processes has a part.
     fit(FedAvg(), image_clients(sizes, batch_size=4), module, 1, "auto", participation=2)
-    assert [share.served for share in seen] == [served]
+    assert [(share.served, share.grouped) for share in seen] == [(served, grouped)]
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -106,18 +147,17 @@ def test_cached_features_pay_if_there_are_many_passes(
 ) -> None:
     """Of a head ``w / 3`` a gradient alone, or once each minibatch there, too, and together; of
     the body ``w``."""
-    shares = [Share(passes * each, cached=True, passes=passes, cached_alone=too), Share(each)]
-    call = CALL_REPLAYED if replayed else CALL_ALONE
-    gradients = (passes + 1) * each
-    calls = gradients * (call - CALL_TOGETHER)
+    head = Share(passes * each, MANY, cached=True, passes=passes, cached_alone=too)
+    shares = [head, Share(each, MANY)]
+    calls = (passes + 1) * each * saved(replayed=replayed)
     slope = each * (TOGETHER * (1 / 3 + 1) - ALONE * ((1 if too else passes) / 3 + 1))
     if slope <= 0:  # alone the operations cost more, too
-        assert batching_pays(1e12, shares, replayed)
+        assert pays(1e6, shares, replayed=replayed)
         return
     # What is counted is the mean of w / 3 and w.
-    even = 1e6 * calls / slope * (1 / 3 + 1) / 2
-    assert batching_pays(even * 0.99, shares, replayed)
-    assert not batching_pays(even * 1.01, shares, replayed)
+    even = calls / slope * (1 / 3 + 1) / 2
+    assert pays(even * 0.99, shares, replayed=replayed)
+    assert not pays(even * 1.01, shares, replayed=replayed)
 
 
 def network() -> PersonalizedModule:
@@ -131,8 +171,8 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     both, and by the features: 2 n m k operations each."""
     seen: list[float] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool, *_: Any) -> bool:
-        seen.extend([operations, *(share.gradients for share in shares), replayed])
+    def watch(gradient: Gradient, shares: list[Share], replayed: bool, *_: Any) -> bool:
+        seen.extend([gradient.operations, *(share.gradients for share in shares), replayed])
         assert [share.cached for share in shares] == [False]
         return True
 
@@ -140,6 +180,55 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     data = image_clients((8, 8), batch_size=4)
     fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
+
+
+class Called(OperatorMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(extra: nn.Module, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Count the operators of a step, in a network with a layer more."""
+    seen: list[float] = []
+
+    def watch(gradient: Gradient, *_: Any) -> bool:
+        seen.append(gradient.calls)
+        return False
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 6), extra)
+    module = PersonalizedModule(backbone, nn.Linear(6, CLASSES)).double()
+    fit(FedAvg(), image_clients((8, 8), batch_size=4), module, 1, "auto")
+    return seen[0]
+
+
+def test_operators_of_a_step_are_counted_without_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ReLU is one forward and one backward."""
+    without = calls_of(nn.Identity(), monkeypatch)
+    assert calls_of(nn.ReLU(), monkeypatch) == without + 2
+    assert calls_of(nn.Unflatten(1, (6,)), monkeypatch) == without
+
+
+def test_a_mask_is_counted_as_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a cast, a product and a quotient, of which the last two are there backward, too."""
+    (row,) = with_starts(torch.zeros(1, dtype=torch.int64))
+    with Called() as called:
+        Draws(row).at_least(0.5, (4, 6), torch.float64)
+    views = ("select", "view")
+    drawn = [name for name in called.names if name.split(".")[1] not in views]
+    assert len(drawn) > 10
+    without = calls_of(nn.Identity(), monkeypatch)
+    assert calls_of(nn.Dropout(), monkeypatch) == without + len(drawn) + 5
 
 
 SHIFTS: dict[str, float] = {}
@@ -160,7 +249,7 @@ def test_steps_that_draw_count_as_replayed_where_they_are(
     """Of those whose code isn't known one client after another records no whole steps."""
     seen: list[bool] = []
 
-    def watch(_: float, __: list[Share], replayed: bool, *___: Any) -> bool:
+    def watch(_: Gradient, __: list[Share], replayed: bool, *___: Any) -> bool:
         seen.append(replayed)
         return False
 
@@ -185,14 +274,14 @@ def test_steps_that_draw_count_as_replayed_where_they_are(
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], *_: Any) -> bool:
+    def watch(_: Gradient, shares: list[Share], *__: Any) -> bool:
         seen.extend(shares)
         return True
 
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
-    assert seen == [Share(10, cached=True, passes=5, cached_alone=True), Share(2)]
+    assert seen == [Share(10, 2.0, cached=True, passes=5, cached_alone=True), Share(2, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -202,14 +291,14 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
             ["forward"],
             [],
             "vectorized",
-            "vectorized (vmap over the gradient, 2 at once as in the checkpoint's run)",
+            "vectorized (vmap over the gradient, 4 at once as in the checkpoint's run)",
         ),
         (["forward", "grad"], [], "auto", "sequential (as in the checkpoint's run)"),
         (
             [],
             ["forward", "grad"],
             "auto",
-            "vectorized (vmap over the forward pass, 2 at once as in the checkpoint's run)",
+            "vectorized (vmap over the forward pass, 4 at once as in the checkpoint's run)",
         ),
     ],
 )
@@ -222,7 +311,7 @@ def test_a_resumed_run_keeps_an_engine_that_rounding_has_chosen(
     tmp_path: Path,
 ) -> None:
     """Whatever the comparison on the next round's minibatches says."""
-    probe, data, path = Probe.problem, image_clients((8, 8), batch_size=4), tmp_path / "a"
+    probe, data, path = Probe.problem, image_clients(FOUR), tmp_path / "a"
 
     def run(rounds: int, wrong: list[str], resume: Path | None = None) -> Any:
         def problem(self: Any, made: Any, *args: Any) -> Problem | None:
@@ -243,7 +332,7 @@ def test_a_resumed_run_keeps_an_engine_that_rounding_has_chosen(
 def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    data, path = image_clients((8, 8), batch_size=4), tmp_path / "last.ckpt"
+    data, path = image_clients(FOUR), tmp_path / "last.ckpt"
 
     def choice(engine: str, rounds: int, resume: Path | None = None) -> str:
         run = trainer(FedAvg(), engine=engine, max_epochs=rounds)
@@ -272,7 +361,7 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
         return lambda name, mine: store.compare_set(name, "", mine).decode()
 
     monkeypatch.setattr(Ranks, "agreement", agreement)
-    data, choices = image_clients((8, 8), batch_size=4), []
+    data, choices = image_clients(FOUR), []
     usual, large = cost.TOGETHER, 1e9
     for factor in (usual, large) if first.startswith("vectorized") else (large, usual):
         monkeypatch.setattr(cost, "TOGETHER", factor)
@@ -281,7 +370,7 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
         choices.append(made.strategy.federation.engine.choices["training_step"])
     assert choices[0].startswith(first)
     taken = {
-        "vectorized": "vectorized (vmap over the forward pass, 2 at once as in another process)",
+        "vectorized": "vectorized (vmap over the forward pass, 4 at once as in another process)",
         "sequential": "sequential (as in another process)",
     }
     assert choices[1] == taken[first.split()[0]]
@@ -290,13 +379,19 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
 @pytest.mark.parametrize("threads", [2, 5])
 def test_operations_of_many_clients_cost_less_in_threads(threads: int) -> None:
     """Those of matrix products; one client's, and convolutions, cost what they do in one."""
-    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (TOGETHER_IN_THREADS - ALONE)
-    assert batching_pays(even * 0.99, [Share(3)], True, threads=threads)
-    assert not batching_pays(even * 1.01, [Share(3)], True, threads=threads)
-    alone = CALL_REPLAYED + cost.CONVOLUTION
-    even = 1e6 * (alone - CALL_TOGETHER) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
-    assert batching_pays(even * 0.99, [Share(3)], True, 1, threads)
-    assert not batching_pays(even * 1.01, [Share(3)], True, 1, threads)
+    even = saved() / (TOGETHER_IN_THREADS - ALONE)
+    assert pays(even * 0.99, [Share(3, MANY)], replayed=True, threads=threads)
+    assert not pays(even * 1.01, [Share(3, MANY)], replayed=True, threads=threads)
+    even = convolved(1) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
+    for part in (0.99, 1.01):
+        gradient = Gradient(1e6 * even * part, CALLS, 1)
+        assert batching_pays(gradient, [Share(3, MANY)], True, threads) is (part < 1)
+
+
+def convolved(convolutions: int, served: float = MANY) -> float:
+    """Return what a step with convolutions saves where clients run together."""
+    of_program = cost.CONVOLUTION_OF_PROGRAM / served
+    return saved(served=served) + convolutions * (cost.CONVOLUTION - of_program)
 
 
 @pytest.mark.parametrize(("threads", "name"), [(1, "sequential"), (2, "vectorized")])
@@ -307,7 +402,7 @@ def test_the_choice_depends_on_the_threads_of_torch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        run = fit(FedAvg(), image_clients((8, 8), batch_size=4), network(), 1, "auto")
+        run = fit(FedAvg(), image_clients(FOUR), network(), 1, "auto")
     finally:
         torch.set_num_threads(before)
     assert run.federation.engine.choices["training_step"].startswith(name)
@@ -316,13 +411,11 @@ def test_the_choice_depends_on_the_threads_of_torch(
 @pytest.mark.parametrize("convolutions", [1, 2])
 def test_convolutions_have_a_cost_of_their_own(convolutions: int) -> None:
     """Of one client in each step, of many in each program, which few share."""
-    alone = CALL_REPLAYED + convolutions * cost.CONVOLUTION
-    even = 1e6 * (alone - CALL_TOGETHER) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
-    assert batching_pays(even * 0.99, [Share(3)], True, convolutions)
-    assert not batching_pays(even * 1.01, [Share(3)], True, convolutions)
-    served = (PROGRAM + convolutions * cost.PROGRAM_CONVOLUTION) / alone
-    assert batching_pays(0, [Share(3, served=served * 1.01)], True, convolutions)
-    assert not batching_pays(0, [Share(3, served=served * 0.99)], True, convolutions)
+    for served in (2.0, MANY):
+        even = convolved(convolutions, served) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
+        for part in (0.99, 1.01):
+            gradient = Gradient(1e6 * even * part, CALLS, convolutions)
+            assert batching_pays(gradient, [Share(3, served)], True) is (part < 1)
 
 
 @pytest.mark.parametrize("convolutions", [0, 2])
@@ -372,8 +465,8 @@ def test_convolutions_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch)
     one on, by pictures. Of 4 samples with 3 x 3 and 1 x 1 pixels after them."""
     seen: list[float] = []
 
-    def watch(operations: float, _: Any, __: bool, convolutions: float, *___: Any) -> bool:
-        seen.extend([operations, convolutions])
+    def watch(gradient: Gradient, *_: Any) -> bool:
+        seen.extend([gradient.operations, gradient.convolutions])
         return True
 
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
@@ -407,8 +500,8 @@ def test_products_of_attention_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     of 5 rows of 5."""
     seen: list[float] = []
 
-    def watch(operations: float, *_: Any) -> bool:
-        seen.append(operations)
+    def watch(gradient: Gradient, *_: Any) -> bool:
+        seen.append(gradient.operations)
         return True
 
     class Attention(nn.Module):

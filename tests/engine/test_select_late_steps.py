@@ -21,6 +21,7 @@ from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
 from tests.engine.nets import image_clients
 
+pytestmark = pytest.mark.usefixtures("clients_at_once")
 SIZES = (4, 4, 3)
 
 
