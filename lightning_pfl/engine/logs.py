@@ -7,6 +7,7 @@ kinds of value in a step is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -402,7 +403,7 @@ class LogsOfEach:
 
     def __init__(self, clients: int, device: torch.device) -> None:
         self.clients, self.device = clients, device
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[str, list[float]] = {}
         self._queue: dict[str, list[tuple[int, int, Tensor]]] = {}
         self._count = 0
 
@@ -417,33 +418,36 @@ class LogsOfEach:
                 self._queue[name].append((row, size, value))
         self._count += len(queued)
         for name, value in ({} if queued else logs.compute()).items():
-            self._of(name)[row] = value[0]
+            self._of(name)[row] = float(value)
         if self._count >= OF_EACH:
             self._flush()
         for name, value in (metrics or {}).items():
-            self._of(name)[row] = value[0]
+            self._of(name)[row] = float(value)
 
-    def _of(self, name: str) -> Tensor:
+    def _of(self, name: str) -> list[float]:
         if name not in self._values:
-            self._values[name] = torch.full((self.clients,), torch.nan, dtype=torch.float64)
+            self._values[name] = [math.nan] * self.clients
         return self._values[name]
 
     def _flush(self) -> None:
         for name, each in self._queue.items():
             rows, sizes, values = zip(*each, strict=True)
-            at, weights = torch.tensor(rows), torch.tensor(sizes, dtype=torch.float64)
-            found = torch.cat([value.to(self.device) for value in values]).to(weights)
-            total, weight = torch.zeros(2, self.clients, dtype=torch.float64)
-            total.index_add_(0, at, found * weights)
-            weight.index_add_(0, at, weights)
+            joined = torch.cat([value.to(self.device) for value in values])
+            sums = dict.fromkeys(rows, (0.0, 0))
+            for row, size, value in zip(rows, sizes, joined.double().tolist(), strict=True):
+                total, weight = sums[row]
+                sums[row] = total + value * size, weight + size
             known = self._of(name)
-            torch.where(weight > 0, _with_inf(name, total / weight), known, out=known)
+            for row, (total, weight) in sums.items():
+                mean = total / weight
+                known[row] = mean if name != LOSS or math.isfinite(mean) else math.inf
         self._queue, self._count = {}, 0
 
     def compute(self) -> dict[str, Tensor]:
         """Return the values, float64 ``(clients,)``; NaN for clients that logged nothing."""
         self._flush()
-        return {name: values.to(self.device) for name, values in self._values.items()}
+        settings: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        return {name: torch.tensor(values, **settings) for name, values in self._values.items()}
 
     def take_losses(self) -> tuple[dict[str, Tensor], Tensor]:
         """Return the values without the losses, and these."""

@@ -26,13 +26,14 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
     Raises:
         TypeError: If it contains something else.
     """
-    if isinstance(tree, Tensor):
+    kind = type(tree)
+    if kind is Tensor or isinstance(tree, Tensor):
         leaves.append(tree)
         return None
+    if kind is tuple or isinstance(tree, (list, tuple)):
+        return tuple([flatten(value, leaves) for value in tree])
     if isinstance(tree, dict):
         return tuple([(key, flatten(value, leaves)) for key, value in tree.items()])
-    if isinstance(tree, (list, tuple)):
-        return tuple([flatten(value, leaves) for value in tree])
     if not isinstance(tree, (bool, int, float, str, type(None))):
         raise TypeError(f"a {type(tree).__name__} may hold tensors")
     return tree

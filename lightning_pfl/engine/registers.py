@@ -32,12 +32,14 @@ class Layout:
         tree: The state, whose leaves are registers.
         registers: These leaves.
         paths: Their paths.
+        memory: Addresses of their memory.
     """
 
     number: int
     tree: Tree
     registers: list[Tensor]
     paths: list[Path]
+    memory: frozenset[int]
 
 
 class Registers:
@@ -51,9 +53,18 @@ class Registers:
         self._expanded = expanded
         self._registers: dict[Any, Tensor] = {}
         self._layouts: dict[Any, Layout] = {}
+        self._described: dict[Any, Layout] = {}
 
     def layout_of(self, state: Tree) -> Layout:
         """Return the layout of a state, with registers for its leaves."""
+        leaves: list[Tensor] = []
+        key = describe(state, leaves), tuple([leaf.device for leaf in leaves])
+        found = self._described.get(key)
+        if found is None:
+            found = self._described[key] = self._find_layout(state)
+        return found
+
+    def _find_layout(self, state: Tree) -> Layout:
         paths, registers = [], []
         for path, leaf in tensors_of(state):
             key = path, leaf.shape, leaf.dtype, leaf.device, self.is_shared(leaf)
@@ -64,8 +75,8 @@ class Registers:
         # With what isn't a tensor, such as an optimizer's momentum of None.
         known = flatten(state, []), *map(id, registers)
         if known not in self._layouts:
-            tree = rebuild(state, iter(registers))
-            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths)
+            tree, memory = rebuild(state, iter(registers)), frozenset(map(memory_of, registers))
+            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths, memory)
         return self._layouts[known]
 
     def is_shared(self, leaf: Tensor) -> bool:
@@ -129,7 +140,7 @@ class StepsInPlace(Repeated[Recorded]):
 
     def _end(self, new: Tree, logged: Any) -> Any:
         """Copy to the registers what a step in Python has returned, and return what it logs."""
-        memory = {memory_of(register) for register in self._layout.registers}
+        memory = self._layout.memory
         values: list[Tensor] = []
         flatten(logged, values)
         # What is logged stays when registers change.
@@ -177,10 +188,9 @@ def register_for(leaf: Tensor, shared: bool) -> Tensor:
 
 def fill(pairs: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> None:
     """Copy leaves to their registers, which are among those of a layout."""
-    memory = {memory_of(register) for register in layout.registers}
     moved = [
         # What another copy changes is read before.
-        (register, leaf.clone() if memory_of(leaf) in memory else leaf)
+        (register, leaf.clone() if memory_of(leaf) in layout.memory else leaf)
         for register, leaf in pairs
         if leaf is not register
     ]
