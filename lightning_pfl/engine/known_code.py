@@ -211,7 +211,7 @@ def _now(owner: Any, name: str) -> Any:
     if owner is Tensor or owner is Metric:
         return None
     if isinstance(owner, str):
-        return vars(sys.modules[owner]).get(name)
+        return getattr(sys.modules.get(owner), "__dict__", {}).get(name)
     if isinstance(owner, type):
         return vars(owner).get(name)
     if name == "__code__":

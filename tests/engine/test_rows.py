@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,16 @@ class Sometimes(Pairs):
 
     def __getitem__(self, position: int) -> Any:
         return self.x[(position + int(torch.rand(()) < 1e-9)) % len(self.y)], self.y[position]
+
+
+TOOLS: Any = ModuleType("torch.tools")
+"""A module that isn't found by its name."""
+TOOLS.SHIFT = 0
+
+
+class Tooled(Pairs):
+    def __getitem__(self, position: int) -> Any:
+        return self.x[position + TOOLS.SHIFT], self.y[position]
 
 
 class Reversed(Pairs):
@@ -386,6 +397,7 @@ OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
             ByList,
             ByPartial,
             Asking,
+            Tooled,
         ),
     )
 } | {
