@@ -18,7 +18,7 @@ from lightning_pfl.core.tree import (
     weighted_mean,
     weighted_sum,
 )
-from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, recordable
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
     check_local_solver,
@@ -106,6 +106,7 @@ class FedSplit(Method):
         strength = torch.full_like(info.weights, 1 / self.prox_step, device=device)
         return proximal_state(x, reflected, strength)
 
+    @recordable("local_solver")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on the proximal problem, or solve it."""
         return proximal_step(state, minibatches, client, self.local_solver)

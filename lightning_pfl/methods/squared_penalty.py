@@ -13,7 +13,15 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Phase
+from lightning_pfl.methods.base import (
+    PER_CLIENT,
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+    recordable,
+)
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -134,6 +142,7 @@ class SquaredPenalty(WatchedPull, Method):
         strength = like.new_full((len(info),), self._strength())
         return proximal_state(client_state["model"], received["mean"], strength)
 
+    @recordable("local_solver")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take a step on both terms, or solve for their minimiser."""
         return proximal_step(state, minibatches, client, self.local_solver)

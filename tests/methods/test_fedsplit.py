@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lightning_pfl.methods import FedAvg, FedSplit
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import QuadraticModule, fit, q2
 from lightning_pfl.testing.conformance import small_clients, small_module
+from lightning_pfl.testing.rounds import local_round
+from tests.engine.nets import CLASSES, image_clients
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, SAMPLES, A, C, close, closed_form, ragged
@@ -94,3 +98,20 @@ def test_statistics_are_averaged(engine: str) -> None:
 def test_wrong_settings_are_refused(settings: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         FedSplit(**settings)
+
+
+@pytest.mark.parametrize("one_by_one", ["reference", "sequential"])
+def test_each_gradient_of_the_exact_solver_counts_in_running_statistics(one_by_one: Any) -> None:
+    """Of one batch with the mean m, k gradients leave (1 - 0.9^k) m."""
+    data = image_clients((8, 6))
+    features = data.fields[0].flatten(1).shape[1]
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(features))
+    module = PersonalizedModule(backbone, nn.Linear(features, CLASSES), lr=0.1).double()
+    run = local_round(FedSplit(0.5, "exact"), module, data, one_by_one, clients=[0])
+    found = {name: leaf[0] for name, leaf in run.result.uploads["model"].items()}
+    count = int(found["backbone.1.num_batches_tracked"])
+    assert count > 1
+    mean = data.fields[0][data.indices[0]].flatten(1).double().mean(0)
+    expected = (1 - 0.9**count) * mean
+    torch.testing.assert_close(found["backbone.1.running_mean"], expected, rtol=1e-9, atol=1e-12)

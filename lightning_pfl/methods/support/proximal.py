@@ -44,7 +44,12 @@ def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
         anchor: :math:`b`, the entries with the term, ``(clients, ...)``.
         strength: :math:`c`, ``(clients,)``.
     """
-    return {"model": tmap(torch.clone, model), "anchor": anchor, "strength": strength}
+
+    def copied(leaf: Tensor) -> Tensor:
+        # One that all share would stay so with a single client, and be copied again by a gradient.
+        return leaf.clone(memory_format=torch.contiguous_format)
+
+    return {"model": tmap(copied, model), "anchor": anchor, "strength": strength}
 
 
 def proximal_step(
