@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ RARELY = 16
 """Every which round recordings of known code are compared, the first one included."""
 OURS = ("lightning_pfl", "lightning", "torch", "builtins", "abc", "typing")
 log = logging.getLogger(__name__)
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""What was logged of a module, which several engines read in turn."""
 
 
 class Checks:
@@ -51,7 +54,6 @@ class Checks:
         self.module, self.step, self.metrics, self._rounds = module, step, metrics, 0
         self.known = self.recordable = False
         self._read: Read | None = None
-        self._said = ""
 
     def due(self, others: Iterable[Any] = ()) -> bool:
         """Count a round, and return whether its recordings are compared.
@@ -71,9 +73,11 @@ class Checks:
             self._read = read_by_step(self.module, self.step, self.metrics)
         except UnknownCodeError as unknown:
             self._read = None
-            if self._said != str(unknown):
-                self._said = str(unknown)
-                log.info("The code of %s isn't known: %s.", self.step, unknown)
+            said = _said.setdefault(self.module, set())
+            line = f"The code of {self.step} isn't known: {unknown}."
+            if line not in said:
+                said.add(line)
+                log.info(line)
         self.known = self.known and self._read is not None
         self.recordable = self._read is not None or _promises(self.module, self.step)
 

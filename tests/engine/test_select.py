@@ -257,3 +257,20 @@ def test_what_the_probe_counts_makes_no_known_step_unknown(
     with caplog.at_level(logging.INFO, logger="lightning_pfl"):
         run(Classifier, "auto")
     assert "isn't known" not in caplog.text
+
+
+class Printing(Classifier):
+    """A step whose code isn't known, as it may print."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx < 0:
+            print("no batch is before the first")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_several_engines_read_is_called_unknown_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning_pfl"):
+        run(Printing, "auto")
+    assert caplog.text.count("The code of training_step isn't known: it calls 'print'.") == 1
