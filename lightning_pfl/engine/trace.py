@@ -33,8 +33,12 @@ WARM_UP = 2
 """Calls without recording."""
 LIMIT = 256
 """Largest number of recordings; many different batch sizes would fill the memory."""
+WAITING = 128
+"""Largest number of recordings that wait for their first use while steps are recorded at their
+first call: a number or a name that every minibatch has anew would be recorded in each step."""
 CONTEXTS = 1024
-"""Largest number of settings that are known, of which recordings depend on one each."""
+"""Largest number of settings that are known, of which recordings depend on one each, and of kinds
+of steps whose calls are counted."""
 COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 Recorded = TypeVar("Recorded")
 Leaves = list[Tensor]
@@ -223,7 +227,7 @@ class Repeated(ABC, Generic[Recorded]):
         self._checks, self._at_once, self._before = True, False, 0
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
-        self._calls: dict[Any, int] = {}
+        self._calls = Recent[Any, int](CONTEXTS)
         self._round = 0
         self._recorded: dict[Any, _Kept[Recorded]] = {}
         self._unchecked: set[Any] = set()
@@ -269,7 +273,8 @@ class Repeated(ABC, Generic[Recorded]):
         # Settings that are new after the first round may change in each round, as a rate does: then
         # a recording pays for what comes often within one.
         stays = key[0] < self._before or not self._before
-        if (calls <= WARM_UP and not (self._at_once and stays)) or not self._has_room():
+        at_once = self._at_once and stays and len(self._unchecked) < WAITING
+        if (calls <= WARM_UP and not at_once) or not self._has_room():
             return self._really(function, given)
         del self._calls[key]
         self.recording = True
@@ -303,6 +308,7 @@ class Repeated(ABC, Generic[Recorded]):
         if oldest is None or self._recorded[oldest].round >= self._round - 1:
             return False
         del self._recorded[oldest]
+        self._unchecked.discard(oldest)
         return True
 
     @abstractmethod

@@ -292,6 +292,47 @@ class AlwaysDropping(nn.Module):
         return nn.functional.dropout(x, 0.5, training=True)
 
 
+class Recorder:
+    """Counts what is recorded of a product with a number, which a minibatch holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+        self.recorded = 0
+        monkeypatch.setattr(trace, "record", self.record)
+        self.traces = trace.Traces(enabled=True)
+        self.traces.begin_round(at_once=at_once)
+        self.traces.enter(())
+
+    def record(self, *given: Any) -> Any:
+        self.recorded += 1
+        return replay.record(*given)
+
+    def step(self, number: float) -> bool:
+        """Take a step, and return whether it was recorded."""
+        before = self.recorded
+        batch = {"x": torch.ones(3), "number": number}
+        result = self.traces.run(lambda one: one["x"] * one["number"], batch)
+        assert result.tolist() == [number] * 3
+        return self.recorded > before
+
+
+def test_numbers_that_never_come_again_are_not_recorded_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace, "WAITING", 3)
+    steps = Recorder(monkeypatch, at_once=True)
+    assert [steps.step(number) for number in (1.0, 2.0, 3.0, 4.0, 5.0)] == [True] * 3 + [False] * 2
+    assert steps.step(5.0)  # at its second call
+    assert not steps.step(1.0)  # is used
+    assert not steps.step(2.0)
+    assert steps.step(6.0)
+
+
+def test_calls_of_steps_that_come_seldom_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "CONTEXTS", 2)
+    steps = Recorder(monkeypatch, at_once=False)
+    assert [steps.step(number) for number in (1.0, 2.0, 3.0, 1.0, 3.0)] == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize("layer", [nn.Tanh, AlwaysDropping])
 def test_replayed_evaluations_are_the_evaluations(layer: type[nn.Module]) -> None:
     """With models of the clients' own, and numbers of samples from 0 to four minibatches."""
