@@ -98,7 +98,9 @@ def recordable(*settings: str) -> Callable[[StepFunction], StepFunction]:
     one of which a recording has other bits.
 
     Args:
-        settings: The attributes of the method that it reads, besides ``parameter_split``.
+        settings: All attributes of the method that it reads, besides ``parameter_split``. One that
+            is left out and changes during a fit isn't noticed where the step that is compared is
+            the same without it, as a round's first one is without a pull to where it began.
 
     Example:
         >>> @recordable("prox_weight")

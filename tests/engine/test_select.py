@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -274,3 +275,30 @@ def test_a_step_that_several_engines_read_is_called_unknown_once(
     with caplog.at_level(logging.INFO, logger="lightning_pfl"):
         run(Printing, "auto")
     assert caplog.text.count("The code of training_step isn't known: it calls 'print'.") == 1
+
+
+class Counted(Dataset[Any]):
+    """Samples that a collate function puts into minibatches with their number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1, 5, 5), float(index), dtype=torch.float64), index % CLASSES
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        inputs, labels = zip(*samples, strict=True)
+        return torch.stack(inputs), torch.tensor(labels), len(samples)
+
+
+def test_the_log_says_what_a_minibatch_holds_besides_tensors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, loader = trainer(engine="auto", max_epochs=1), partial(DataLoader, batch_size=4)
+    data = [loader(Counted(), collate_fn=Counted.collate) for _ in range(2)]
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        made.fit(Printing(), data, data)
+    why = "a minibatch holds int, where many clients need tensors"
+    assert f"training_step runs sequential: vmap over the forward pass: {why};" in caplog.text
+    assert "in_dim" not in caplog.text

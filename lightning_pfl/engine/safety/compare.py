@@ -84,6 +84,11 @@ def _summary(error: Exception) -> str:
     )
     if rule:
         return f"{rule.group(1)} has no batching rule"
+    held = re.search(
+        r"Got in_dim=\S+ for an input but the input is of type <class '(.+?)'>", str(error)
+    )
+    if held:  # torch's text begins with the names of the whole model
+        return f"a minibatch holds {held.group(1)}, where many clients need tensors"
     if isinstance(error, KeyError):  # its text is the key alone
         return f"KeyError: {error}"
     lines = str(error).strip().splitlines()
