@@ -441,8 +441,9 @@ def put_back(leaves: Leaves, before: Leaves) -> None:
 
 def copy(leaf: Tensor) -> Tensor:
     """Copy a tensor with its strides; one whose entries share memory is returned as it is."""
-    # No step writes to a leaf whose entries share memory, as expanded ones of all clients do.
-    if any(stride == 0 for stride in leaf.stride()):
+    # No step writes to a leaf whose entries share memory, as expanded ones of all clients do. One
+    # client's row shares its memory with none, whatever its stride.
+    if any(not n and size > 1 for n, size in zip(leaf.stride(), leaf.shape, strict=True)):
         return leaf
     # A recording has the strides of its arguments, which clone() keeps of dense ones alone.
     copied = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)

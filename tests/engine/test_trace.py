@@ -489,3 +489,13 @@ def test_a_recording_is_checked_on_arguments_with_gaps() -> None:
                                   [6 * scale, 14 * scale]]  # fmt: skip
     assert traces.enabled
     assert traces.used == 2
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_row_of_one_client_is_copied_whatever_its_stride(clients: int) -> None:
+    """As zeros like a leaf that all clients share: with one client a step may add to it."""
+    leaf = torch.ones(3).expand(clients, 3)
+    copied = trace.copy(leaf)
+    assert copied.stride() == leaf.stride()
+    assert (copied.data_ptr() == leaf.data_ptr()) == (clients > 1)
+    assert torch.equal(copied, leaf)
