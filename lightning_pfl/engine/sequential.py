@@ -196,7 +196,8 @@ class SequentialEngine:
             return "seeds"
         if self.deterministic:
             return "nothing"
-        if self.checks.known:  # whose recordings seed what they draw from
+        # Recordings of known code seed what they draw from, and the readable twin does so always.
+        if self.checks.known or not self.record:
             return "seeds"
         # A recording keeps what was called, by whatever name.
         return "keys" if self.records_now else "names"
