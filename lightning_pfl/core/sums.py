@@ -69,6 +69,8 @@ def mean_of_rows(leaf: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mean(flat: Tensor, weights: Tensor) -> Tensor:
+    if not flat.shape[1]:
+        return flat.new_empty(0)
     if flat.device.type == "cpu" and flat.dtype == torch.float32 and weights.tolist() == [0.5, 0.5]:
         return _mean_of_two(flat)
     wide = weights.to(flat.device, torch.float64)

@@ -191,6 +191,16 @@ def test_small_leaves_have_the_bits_that_each_has_alone() -> None:
     assert len(set(memory)) == len(memory)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_leaves_without_entries_have_a_mean_without_entries(count: int) -> None:
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
+    for mean in (
+        sums.mean_of_rows(torch.empty(count, 0, 4), weights),
+        *sums.means_of_rows([torch.empty(count, 0, 4)], weights),
+    ):
+        assert mean.shape == (0, 4)
+
+
 def test_only_a_column_with_nan_or_infinity_has_no_mean() -> None:
     rows = torch.tensor([[1.0, torch.nan, torch.inf], [3.0, 1.0, 1.0]])
     mean = sums.mean_of_rows(rows, torch.tensor([0.5, 0.5]))

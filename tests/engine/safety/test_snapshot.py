@@ -16,10 +16,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
-from lightning_pfl.methods import FedAvg, FedRep, FedSplit, LocalOnly
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal, local_round
@@ -133,6 +134,13 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output.square()).mean(1)
 
 
+class Unmarked(FedAvg):
+    """Has a step that isn't recorded as a whole."""
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        return super().client_step(state, minibatches, client)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "loss": lambda m: setattr(m, "loss", squared),
     "layer": lambda m: m.backbone.__setitem__(3, nn.Sigmoid()),
@@ -141,7 +149,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("method", [FedAvg(), FedSplit()], ids=["whole steps", "gradients"])
+@pytest.mark.parametrize("method", [FedAvg(), Unmarked()], ids=["whole steps", "gradients"])
 def test_a_recording_follows_the_module(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -160,7 +168,7 @@ def test_a_recording_follows_the_module(
     fast, slow = run("vectorized"), run("reference")
     Sharper.strength[0] = 1.0
     engine = fast.strategy.federation.engine._engines["training_step"]
-    assert (engine.whole if isinstance(method, FedAvg) else engine.traces).used > 0
+    assert (engine.traces if isinstance(method, Unmarked) else engine.whole).used > 0
     # What a fingerprint sees begins another recording; what none sees ends the known ones.
     assert ("no longer recorded" in caplog.text) == (change == "unseen")
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
