@@ -1,11 +1,7 @@
-"""A FedRep run that resumes itself: started by test_kill.py, and killed by it.
-
-Usage: python run_to_kill.py FOLDER. Writes FOLDER/final.pt when it gets to the end.
-"""
+"""A FedRep run that resumes itself: started by test_checkpoint_io_kill.py, and killed by it."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +14,8 @@ ROUNDS = 12
 
 
 def main(folder: Path) -> None:
-    """Run, or go on, to the end."""
+    """Run, or go on, to the end, and write FOLDER/final.pt there."""
+    torch.set_num_threads(1)  # as in the tests
     run = trainer(
         FedRep(head_epochs=1),
         participation=3,
@@ -34,7 +31,3 @@ def main(folder: Path) -> None:
     }
     torch.save(final, folder / "unfinished.pt")
     (folder / "unfinished.pt").replace(folder / "final.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

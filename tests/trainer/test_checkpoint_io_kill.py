@@ -3,11 +3,9 @@ one that isn't."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,18 +17,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pfl.core.tree import leaves
 from lightning_pfl.methods import FedRep
-from tests.trainer.run_to_kill import ROUNDS
+from tests.trainer.run_to_kill import ROUNDS, main
 from tests.trainer.setting import classes, network, trainer
 
-ROOT = Path(__file__).parents[2]
 # The kills of the thorough test; fewer for a quick look.
 KILLS = int(os.environ.get("LIGHTNING_PFL_KILLS", "30"))
 
 
-def command(folder: Path) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-W", "ignore", "-m", "tests.trainer.run_to_kill", str(folder)]
-    return {"args": run, "cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
+def start(folder: Path) -> Any:
+    """Start the run from a process that has imported what it needs, once for all runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([main.__module__])
+    process = context.Process(target=main, args=(folder,))
+    process.start()
+    return process
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -43,19 +43,20 @@ def files(folder: Path) -> dict[Path, int]:
 
 def kill(folder: Path, delay: float) -> bool:
     """Start the run, kill it some seconds after it has written something; whether it still ran."""
-    before = files(folder)
-    with subprocess.Popen(**command(folder), stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and files(folder) == before:
-            time.sleep(0.001)
-        time.sleep(delay)
-        running = process.poll() is None
-        process.send_signal(signal.SIGKILL)
+    before, process = files(folder), start(folder)
+    while process.is_alive() and files(folder) == before:
+        time.sleep(0.001)
+    time.sleep(delay)
+    running: bool = process.is_alive()
+    process.kill()
+    process.join()
     return running
 
 
 def finish(folder: Path) -> None:
-    result = subprocess.run(**command(folder), stderr=subprocess.PIPE, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr.decode()[-2000:]
+    process = start(folder)
+    process.join()
+    assert process.exitcode == 0
 
 
 def assert_final_equals_uninterrupted(folder: Path) -> None:
