@@ -98,9 +98,10 @@ def recordable(*settings: str) -> Callable[[StepFunction], StepFunction]:
     one of which a recording has other bits.
 
     Args:
-        settings: All attributes of the method that it reads, besides ``parameter_split``. One that
-            is left out and changes during a fit isn't noticed where the step that is compared is
-            the same without it, as a round's first one is without a pull to where it began.
+        settings: All attributes of the method that it reads, besides ``parameter_split``. Numbers
+            and strings are followed without being named. What another object holds isn't, where
+            the step that is compared is the same without it, as a round's first one is without a
+            pull to where it began.
 
     Example:
         >>> @recordable("prox_weight")

@@ -64,7 +64,7 @@ class Checks:
         self._rounds += 1
         before = self._read
         self.look()
-        self.known = self._read is not None and all(map(_is_ours, others))
+        self.known = self._read is not None and all(map(is_ours, others))
         return self._rounds % RARELY == 1 or not self.known or self._read != before
 
     def look(self) -> None:
@@ -141,6 +141,6 @@ def _by_value(value: Any) -> Any:
     return (type(value), value) if plain else Same(value)
 
 
-def _is_ours(value: Any) -> bool:
+def is_ours(value: Any) -> bool:
     """Whether no class of a value is a user's."""
     return all(cls.__module__.partition(".")[0] in OURS for cls in type(value).__mro__)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
+from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
@@ -49,9 +50,16 @@ class Program:
 
 
 def recorded_settings(method: Method) -> dict[str, Any]:
-    """Return the settings that a method's recordable step reads."""
+    """Return the settings that a method's recordable step reads.
+
+    Of a user's method all numbers and strings count, also those that ``recordable`` doesn't name.
+    """
     names = getattr(type(method).client_step, "recorded_settings", ())
-    return {name: getattr(method, name) for name in names}
+    found = {name: getattr(method, name) for name in names}
+    if is_ours(method):
+        return found
+    plain = (bool, int, float, str, type(None))
+    return {name: one for name, one in vars(method).items() if isinstance(one, plain)} | found
 
 
 class WholeSteps(StepsInPlace[Program]):

@@ -124,8 +124,27 @@ class Shrinking(Method):
         return {"model": tmap(lambda leaf, e: leaf - self.share * e, model, drawn)}
 
 
-def test_a_setting_that_changes_is_followed() -> None:
-    method = Shrinking()
+class Forgetful(FedProx):
+    """Doesn't name its weight, without which a round's first step is the same."""
+
+    client_step = recordable()(lambda self, *given: FedProx.client_step(self, *given))
+
+    def __init__(self) -> None:
+        super().__init__(prox_weight=0.1, local_epochs=3)
+
+    @property
+    def share(self) -> float:
+        """The weight."""
+        return self.prox_weight
+
+    @share.setter
+    def share(self, value: float) -> None:
+        self.prox_weight = value
+
+
+@pytest.mark.parametrize("kind", [Shrinking, Forgetful])
+def test_a_setting_that_changes_is_followed(kind: type[Shrinking | Forgetful]) -> None:
+    method = kind()
     first = run(method, cnn(norm=False))
     engine = first.engine
     assert isinstance(engine, SequentialEngine)
