@@ -36,6 +36,10 @@ CONVOLVED, CONVOLVED_TOGETHER = 0.56, 0.65
 FORWARD = 1 / 3
 """The forward pass's share of a gradient."""
 
+CALLS_ON_FEATURES = 2 / 3
+"""The share of a step's calls that counts on cached features: the head's operators, and what each
+step costs beside operators."""
+
 EVALUATED, WATCHED = 5.0, 7.0
 """Cost of the calls in an evaluated minibatch of one client, and more where it isn't replayed."""
 EVALUATED_PROGRAM, EVALUATED_TOGETHER = 45.0, 1.0
@@ -144,11 +148,12 @@ def batching_pays(
         batched = share.gradients / share.passes if share.cached else share.gradients
         computed = batched if share.cached_alone else share.gradients
         alone += computed * (convolutions * CONVOLUTION + rate * work)
-        alone += share.gradients * gradient.calls * call
+        calls = gradient.calls * (CALLS_ON_FEATURES if share.cached else 1.0)
+        alone += share.gradients * calls * call
         of_program = CALL_OF_GROUP if share.grouped else CALL_OF_PROGRAM
         of_program = of_program if replayed else CALL_OF_PROGRAM_WATCHED
-        program = (PROGRAM + gradient.calls * of_program) / share.served
-        together += share.gradients * (gradient.calls * SHARED + program)
+        program = (PROGRAM + calls * of_program) / share.served
+        together += share.gradients * (calls * SHARED + program)
         convolved_once = convolutions * CONVOLUTION_OF_PROGRAM / share.served
         together += batched * (convolved_once + rate_together * work)
     return together <= alone

@@ -21,6 +21,7 @@ from lightning_pfl.engine.cost import (
     CALL_OF_PROGRAM,
     CALL_OF_PROGRAM_WATCHED,
     CALL_WATCHED,
+    CALLS_ON_FEATURES,
     PROGRAM,
     SHARED,
     TOGETHER,
@@ -58,7 +59,7 @@ FOUR = (8, 8, 8, 8)
 
 
 def saved(
-    calls: int = CALLS, served: float = MANY, replayed: bool = True, grouped: bool = False
+    calls: float = CALLS, served: float = MANY, replayed: bool = True, grouped: bool = False
 ) -> float:
     """Return what a step saves beside its arithmetic where clients run together."""
     alone = calls * (CALL if replayed else CALL_WATCHED)
@@ -149,7 +150,8 @@ def test_cached_features_pay_if_there_are_many_passes(
     the body ``w``."""
     head = Share(passes * each, MANY, cached=True, passes=passes, cached_alone=too)
     shares = [head, Share(each, MANY)]
-    calls = (passes + 1) * each * saved(replayed=replayed)
+    of_head = saved(CALLS * CALLS_ON_FEATURES, replayed=replayed)
+    calls = each * (passes * of_head + saved(replayed=replayed))
     slope = each * (TOGETHER * (1 / 3 + 1) - ALONE * ((1 if too else passes) / 3 + 1))
     if slope <= 0:  # alone the operations cost more, too
         assert pays(1e6, shares, replayed=replayed)
