@@ -24,6 +24,7 @@ from lightning_pfl.engine.known_code import (
     calls_metrics,
     read_by_step,
 )
+from lightning_pfl.engine.recording import BY_VALUE
 from lightning_pfl.engine.trace import Repeated, Same, fingerprint
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -137,8 +138,7 @@ def _promises(module: Any, step: str) -> bool:
 
 
 def _by_value(value: Any) -> Any:
-    plain = isinstance(value, (bool, int, float, str, type(None)))
-    return (type(value), value) if plain else Same(value)
+    return (type(value), value) if isinstance(value, BY_VALUE) else Same(value)
 
 
 def is_ours(value: Any) -> bool:

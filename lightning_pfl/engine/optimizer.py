@@ -21,7 +21,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.operators import global_step_hooks
-from lightning_pfl.engine.recording import KEPT
+from lightning_pfl.engine.recording import BY_VALUE, KEPT
 from lightning_pfl.engine.replay import Recording, record
 from lightning_pfl.engine.trace import LIMIT, of_object
 
@@ -482,7 +482,7 @@ class ClientOptimizer:
 
 def _is_plain(option: Any) -> bool:
     parts = option if isinstance(option, tuple) else (option,)
-    return all(isinstance(part, (bool, int, float, str, type(None))) for part in parts)
+    return all(isinstance(part, BY_VALUE) for part in parts)
 
 
 def _own(leaf: Tensor) -> Tensor:

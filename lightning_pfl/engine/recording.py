@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.engine.operators import OperatorMode, fastest_call, own_function
 
+BY_VALUE = (bool, int, float, str, type(None))
+"""Types of what recordings compare by its value: it holds no tensor, and never changes."""
+
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
     """Append the tensors of a tree of dicts, lists and tuples to a list; return its structure.
@@ -34,7 +37,7 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
         return tuple([flatten(value, leaves) for value in tree])
     if isinstance(tree, dict):
         return tuple([(key, flatten(value, leaves)) for key, value in tree.items()])
-    if not isinstance(tree, (bool, int, float, str, type(None))):
+    if not isinstance(tree, BY_VALUE):
         raise TypeError(f"a {type(tree).__name__} may hold tensors")
     return tree
 

@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.core.recent import Recent
 from lightning_pfl.engine.in_place import Buffers
-from lightning_pfl.engine.recording import KEPT, flatten
+from lightning_pfl.engine.recording import BY_VALUE, KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
 from lightning_pfl.engine.safety.global_rng import States
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
@@ -124,7 +124,7 @@ def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH
         above: Ids of what holds it, and of what is described elsewhere.
         depth: How deep contents are followed.
     """
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, BY_VALUE):
         return value
     if isinstance(value, Tensor):
         return _tensor(value)

@@ -24,7 +24,7 @@ from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
-from lightning_pfl.engine.recording import Recorder, rebuild
+from lightning_pfl.engine.recording import BY_VALUE, Recorder, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
 from lightning_pfl.engine.trace import copy, put_back
 from lightning_pfl.methods.base import Method
@@ -58,8 +58,7 @@ def recorded_settings(method: Method) -> dict[str, Any]:
     found = {name: getattr(method, name) for name in names}
     if is_ours(method):
         return found
-    plain = (bool, int, float, str, type(None))
-    return {name: one for name, one in vars(method).items() if isinstance(one, plain)} | found
+    return {name: one for name, one in vars(method).items() if isinstance(one, BY_VALUE)} | found
 
 
 class WholeSteps(StepsInPlace[Program]):
