@@ -12,25 +12,21 @@ import builtins
 import dis
 import sys
 from abc import ABCMeta
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pfl.engine.known_values import HARMLESS, held_by, is_constant
 from lightning_pfl.engine.operators import replaced_functions
-from lightning_pfl.engine.safety.snapshot import BOOKS, MEMBERS, hooks_of, is_plain
+from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of, is_plain
 
 Read = dict[tuple[Any, str], Any]
 """By owner and name: the functions and the numbers that code reads outside of layers."""
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""Types whose values never change."""
 OURS = ("torch", "torchmetrics", "math", "typing", "lightning_pfl")
 """Packages whose functions read their arguments alone, but for :data:`READING`."""
 FUNCTIONAL = "torch.nn.functional"
@@ -101,8 +97,6 @@ MUTATORS = frozenset(
     }
 )
 """Attributes by which code changes a list or a dict."""
-HELD = 3
-"""How deep lists, dicts and objects may be in each other, less than recordings follow."""
 SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -117,29 +111,6 @@ LAYERS = frozenset(
 """Attributes of all layers and LightningModules that read what recordings know, or a tensor's."""
 WALKS = frozenset({"children", "named_children", "modules", "named_modules"})
 """Attributes by which code reaches layers without their names."""
-HARMLESS = frozenset(
-    {
-        *("__module__", "__doc__", "__init__", "__annotations__", "__annotate__", "__dict__"),
-        *("__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__", "__repr__"),
-        *("__parameters__", "__orig_bases__", "__abstractmethods__", "__annotate_func__"),
-        *("__annotations_cache__", "__type_params__", "__jit_unused_properties__"),
-    }
-)
-"""Names of Python's in a class by which attributes and operators mean what they always do."""
-DATACLASS = frozenset(
-    {
-        *("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
-        *("__setattr__", "__delattr__"),
-    }
-)
-"""Functions that are made for a dataclass, by which its fields are compared, or written to."""
-UNCALLED = frozenset(
-    {
-        *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__replace__"),
-        "__post_init__",
-    }
-)
-"""What else a dataclass has that no step calls."""
 METRICS = "torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.aggregation"
 """Where torchmetrics has objects that sum up or list what they are given."""
 CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})
@@ -178,27 +149,9 @@ def read_by_step(module: nn.Module, step: str = "training_step", metrics: bool =
     """
     if hooks_of(module):
         raise UnknownCodeError("layers have hooks")
-    reader = _Reader(module, metrics)
+    reader = CodeReader(module, metrics)
     reader.step(step)
     return reader.read
-
-
-def read_by_item(dataset: Any) -> tuple[Read, frozenset[str]]:
-    """Return what the code by which a data set gets a sample reads, and names of attributes.
-
-    Args:
-        dataset: A data set of a user's, with ``__getitem__``.
-
-    Returns:
-        As of :func:`read_by_step`, and all names that it reads of objects.
-
-    Raises:
-        UnknownCodeError: If it may read anything but its argument, tensors and numbers that are
-            attributes, known functions and global numbers.
-    """
-    reader = _ItemReader(dataset)
-    reader.item()
-    return reader.read, frozenset(reader.names)
 
 
 def is_still(read: Read) -> bool:
@@ -229,7 +182,7 @@ def calls_metrics(read: Read) -> bool:
     return any(owner is Metric for owner, _ in read)
 
 
-class _Reader:
+class CodeReader:
     """Reads the code that a step of a module may run.
 
     Args:
@@ -264,7 +217,7 @@ class _Reader:
         self._layers = [part for part in plain if is_torchs(part) and part is not module]
         self._own = [part for part in plain if part is module or not is_torchs(part)]
         kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
-        self._kinds = [kind for kind in kinds if _package(kind) not in FRAMEWORKS]
+        self._kinds = [kind for kind in kinds if package_of(kind) not in FRAMEWORKS]
         self._seen: set[Any] = set()
         # Lists, dicts and objects that are read, and whether code may write to any.
         self._held: list[Any] = []
@@ -291,11 +244,11 @@ class _Reader:
         """Require that code doesn't write to what it reads, nor reads a default of its class."""
         if self._writes:
             kind = type(self._held[0]).__name__
-            _unknown(f"it reads a {kind}, and may write to it by `+=`, `[...] =` or a function")
+            unknown(f"it reads a {kind}, and may write to it by `+=`, `[...] =` or a function")
         for record in filter(is_plain, self._held):
             classes = {name for kind in type(record).__mro__[:-1] for name in vars(kind)}
             if found := sorted((self._seen & classes) - vars(record).keys()):
-                _unknown(f"it reads {found[0]!r} of {type(record).__name__}")
+                unknown(f"it reads {found[0]!r} of {type(record).__name__}")
 
     # --- layers ---
 
@@ -307,12 +260,12 @@ class _Reader:
             name for kind in kinds for name in CALLS & vars(kind).keys()
         }
         if special or type(type(part)) not in (type, ABCMeta):
-            _unknown(f"{type(part).__name__} defines {', '.join(sorted(special)) or 'its class'}")
+            unknown(f"{type(part).__name__} defines {', '.join(sorted(special)) or 'its class'}")
 
     def _require_known_settings(self, layer: nn.Module) -> None:
         """Require that a layer of torch has no object of a user's, such as an activation."""
         for name, value in vars(layer).items():
-            users = hasattr(value, "__dict__") and _package(type(value)) not in FRAMEWORKS
+            users = hasattr(value, "__dict__") and package_of(type(value)) not in FRAMEWORKS
             if not name.startswith("_") and (users or isinstance(value, FunctionType)):
                 self._value(name, value)
 
@@ -335,7 +288,7 @@ class _Reader:
         if name in self._metrics:
             self.read[Metric, name] = None
         if name.startswith("__") or name in OUTSIDE or name in self._hidden:
-            _unknown(f"it reads an attribute {name!r}")
+            unknown(f"it reads an attribute {name!r}")
         for kind in self._kinds:
             if name in vars(kind):
                 self._of_class(kind, name)
@@ -344,25 +297,25 @@ class _Reader:
         if any(found) or of_object or name in KNOWN_ELSEWHERE:
             return
         if name.startswith("_") or not any(_has(layer, name) for layer in self._layers):
-            _unknown(f"it reads an attribute {name!r}")
+            unknown(f"it reads an attribute {name!r}")
 
     def _is_attribute(self, part: nn.Module, name: str) -> bool:
         """Whether a layer has an attribute, which then is required to be known."""
         held = vars(part)
         if name in held and name != "log":
             if isinstance(part, L.LightningModule) and name in BOOKS and name != "training":
-                _unknown(f"it reads {name!r}")
+                unknown(f"it reads {name!r}")
             self._value(name, held[name])
             return True
         definer = next((kind for kind in type(part).__mro__ if name in vars(kind)), None)
         if definer is None:
             return _has(part, name)
         if definer not in self._kinds and not (name in LAYERS or _is_layer(definer)):
-            _unknown(f"it reads {name!r} of {definer.__name__}")
+            unknown(f"it reads {name!r} of {definer.__name__}")
         function = vars(definer)[name]
-        known = definer in self._kinds or _package(function) in FRAMEWORKS
+        known = definer in self._kinds or package_of(function) in FRAMEWORKS
         if isinstance(function, FunctionType) and not known:
-            _unknown(f"{name!r} of {definer.__name__} is replaced")
+            unknown(f"{name!r} of {definer.__name__} is replaced")
         return True
 
     def _of_class(self, kind: type, name: str) -> None:
@@ -374,25 +327,27 @@ class _Reader:
             value = value.fget
         if isinstance(value, FunctionType):
             self._function(value)
-        elif not _is_plain(value):
-            _unknown(f"{name!r} is a {type(value).__name__}")
+        elif not is_constant(value):
+            unknown(f"{name!r} is a {type(value).__name__}")
 
     def _value(self, name: str, value: Any) -> None:
         """Require an attribute of an object to be a number, a tensor or a known function."""
-        if _is_plain(value) or type(value) in (Tensor, nn.Parameter):
+        if is_constant(value) or type(value) in (Tensor, nn.Parameter):
             return
         if self._is_followed(name, value):
             return
         if not isinstance(value, (FunctionType, BuiltinFunctionType)):
-            _unknown(f"{name!r} is a {type(value).__name__}")
+            unknown(f"{name!r} is a {type(value).__name__}")
         self._known(name, value)
 
     def _is_followed(self, name: str, value: Any) -> bool:
         """Whether recordings depend on what an attribute holds, and not on which object it is."""
-        if (held := _held(value)) is not None:
+        if (held := held_by(value)) is not None:
             self._held += held
             return True
-        if type(value) is partial and all(map(_is_plain, (*value.args, *value.keywords.values()))):
+        if type(value) is partial and all(
+            map(is_constant, (*value.args, *value.keywords.values()))
+        ):
             self._known(name, value.func)
             return True
         return False
@@ -402,8 +357,8 @@ class _Reader:
         for part in self._own:
             if isinstance(part, L.LightningModule):
                 held = dict(part.hparams)
-                if name not in held or not _is_plain(held[name]):
-                    _unknown(f"it reads {name!r} of hparams")
+                if name not in held or not is_constant(held[name]):
+                    unknown(f"it reads {name!r} of hparams")
 
     # --- functions ---
 
@@ -414,8 +369,8 @@ class _Reader:
         self._seen.add(function)
         defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
         more = [name for name in vars(function) if not name.startswith("__")]
-        if more or not all(map(_is_plain, defaults.values())):
-            _unknown(f"{function.__qualname__} has attributes, or objects as defaults")
+        if more or not all(map(is_constant, defaults.values())):
+            unknown(f"{function.__qualname__} has attributes, or objects as defaults")
         # These can be replaced, too.
         self.read[function, "__code__"] = function.__code__
         self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
@@ -430,18 +385,18 @@ class _Reader:
             if name == "__class__":
                 continue
             if cell == CellType():
-                _unknown(f"{name!r} around {function.__qualname__} has no value")
+                unknown(f"{name!r} around {function.__qualname__} has no value")
             value = self.read[function, f"around {name}"] = cell.cell_contents
-            if not _is_plain(value):
+            if not is_constant(value):
                 self._known(name, value)
         for code in _codes(function.__code__):
             for kind, name in _instructions(code):
                 if kind in ("STORE_DEREF", "DELETE_DEREF") and name in names:
-                    _unknown(f"{function.__qualname__} changes {name!r} around it")
+                    unknown(f"{function.__qualname__} changes {name!r} around it")
 
     def _code(self, function: FunctionType, code: list[tuple[str, Any]]) -> None:
         # This package's own code has no lists, dicts and objects of a user's.
-        at, ours = 0, _package(function) == "lightning_pfl"
+        at, ours = 0, package_of(function) == "lightning_pfl"
         while at < len(code):
             kind, name = code[at]
             at += 1
@@ -453,35 +408,35 @@ class _Reader:
             elif kind in ATTRIBUTES:
                 self._attribute(name)
             elif not kind.startswith(COMPUTING):
-                _unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
+                unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
 
     def _name(self, function: FunctionType, name: str, code: list[tuple[str, Any]], at: int) -> int:
         """Require a global name to be known; return the position behind it and its attributes."""
         if name not in function.__globals__:
             self.read[function, name] = vars(builtins).get(name)
             if name not in BUILTINS:
-                _unknown(f"it calls {name!r}")
+                unknown(f"it calls {name!r}")
             if name == "super":  # which the module's `log`, replaced for a step, isn't found by
                 follows = next((one for kind, one in code[at:] if kind in ATTRIBUTES), "")
                 if follows in ("log", "log_dict", "hparams"):
-                    _unknown(f"it calls super().{follows}")
+                    unknown(f"it calls super().{follows}")
             return at
         value = self.read[function, name] = function.__globals__[name]
         while isinstance(value, ModuleType):
             kind, part = code[at] if at < len(code) else ("", "")
             known = kind in ATTRIBUTES and part in vars(value) and part not in READING
             if not known or value.__name__.partition(".")[0] not in OURS:
-                _unknown(f"it reads {part!r} of {value.__name__}")
+                unknown(f"it reads {part!r} of {value.__name__}")
             owner, value = value.__name__, vars(value)[part]
             self.read[owner, part] = value
             name, at = part, at + 1
-        if not _is_plain(value):
+        if not is_constant(value):
             self._known(name, value)
         return at
 
     def _known(self, name: str, value: Any) -> None:
         """Require a class or a function to be one of torch and the like, or to be known."""
-        ours = _package(value) in OURS
+        ours = package_of(value) in OURS
         if isinstance(value, FunctionType) and not ours:
             self._function(value)
             return
@@ -495,7 +450,7 @@ class _Reader:
         usual &= isinstance(getattr(value, "__self__", None), (type, ModuleType, type(None)))
         usual &= not (isinstance(value, type) and issubclass(value, (Metric, MetricCollection)))
         if not (usual and ours and READING.isdisjoint(parts)):
-            _unknown(f"it reads {name!r}")
+            unknown(f"it reads {name!r}")
 
     def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
         """Require ``hparams.name`` or ``hparams["name"]``; return the position behind the name."""
@@ -506,66 +461,17 @@ class _Reader:
         if any("hparams" in vars(one) for one in self._kinds) or not (
             constant or kind in ATTRIBUTES
         ):
-            _unknown("it reads hparams")
+            unknown("it reads hparams")
         self._hyperparameter(name)
         return at + 1
 
 
-class _ItemReader(_Reader):
-    """Reads the code by which a data set gets a sample.
-
-    Args:
-        dataset: The data set.
-
-    Attributes:
-        names: The attributes that it has found, of whichever object.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.names = dataset, set[str]()
-        self.read = {}
-        kinds = [kind for kind in type(dataset).__mro__ if _package(kind) not in FRAMEWORKS]
-        self._kinds, self._own, self._layers = kinds, [dataset], []
-        self._hidden, self._metrics = set(), set()
-        self._seen, self._held, self._writes = set(), [], False
-
-    def item(self) -> None:
-        """Read the code."""
-        kind = type(self.dataset)
-        special = {name for one in self._kinds for name in vars(one) if name.startswith("__")}
-        special -= HARMLESS | {"__getitem__", "__len__"}
-        function = getattr(kind, "__getitem__", None)
-        if special or type(kind) not in (type, ABCMeta) or not hasattr(self.dataset, "__dict__"):
-            _unknown(f"{kind.__name__} defines {', '.join(sorted(special)) or 'its class'}")
-        if not isinstance(function, FunctionType) or _package(function) in FRAMEWORKS:
-            _unknown(f"{kind.__name__} has no code of its own")
-        self.read.update(
-            {(one, "__getitem__"): vars(one).get("__getitem__") for one in self._kinds}
-        )
-        self._function(function)
-
-    def _attribute(self, name: str) -> None:
-        self.names.add(name)
-        super()._attribute(name)
-
-    def _is_followed(self, name: str, value: Any) -> bool:
-        return False  # attributes are compared by what they are alone
-
-    def _is_attribute(self, part: Any, name: str) -> bool:
-        if name in vars(part):
-            self._value(name, vars(part)[name])
-            return True
-        return any(name in vars(kind) for kind in self._kinds)
-
-    def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
-        _unknown("it reads hparams")
-
-
-def _unknown(why: str) -> NoReturn:
+def unknown(why: str) -> NoReturn:
+    """Refuse code that does something that isn't known."""
     raise UnknownCodeError(why)
 
 
-def _package(value: Any) -> str:
+def package_of(value: Any) -> str:
     """Return the package of a class or a function; that of operators has no name.
 
     A decorator may give a function another's module (``functools.wraps``): it is of no package.
@@ -577,59 +483,10 @@ def _package(value: Any) -> str:
     return package
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value never changes, nor what it holds."""
-    if type(value) in (tuple, frozenset):
-        return all(map(_is_plain, value))
-    return type(value) in PLAIN
-
-
 def _may_write(kind: str, name: Any) -> bool:
     """Whether an instruction may change a list, a dict or an object that is at hand."""
     in_place = kind == "BINARY_OP" and name in IN_PLACE
     return in_place or kind.startswith(WRITING) or (kind in ATTRIBUTES and name in MUTATORS)
-
-
-def _held(value: Any, depth: int = HELD) -> list[Any] | None:
-    """Return a list, a dict or an object, and those in it, which all hold plain values alone.
-
-    None where it holds, or is, something else.
-    """
-    if not depth or not (type(value) in (list, dict, tuple) or _is_record(value)):
-        return None
-    inside = value if isinstance(value, (list, dict, tuple)) else vars(value)
-    keys, members = (inside.keys(), inside.values()) if isinstance(inside, dict) else ((), inside)
-    if len(members) > MEMBERS or not all(map(_is_plain, keys)):
-        return None
-    found = [value]
-    for one in members:
-        if not _is_plain(one):
-            if (held := _held(one, depth - 1)) is None:
-                return None
-            found += held
-    return found
-
-
-def _is_record(value: Any) -> bool:
-    """Whether an object has attributes alone, and no code of its class runs but in its making."""
-    kind = type(value)
-    if kind in (SimpleNamespace, Namespace):
-        return True
-    if not is_plain(value) or type(kind) is not type:
-        return False
-    members = [item for one in kind.__mro__[:-1] for item in vars(one).items()]
-    return all(
-        _is_of_record(kind, name, member) if name.startswith("__") else _is_plain(member)
-        for name, member in members
-    )
-
-
-def _is_of_record(kind: type, name: str, member: Any) -> bool:
-    """Whether a name of Python's in a class is harmless, or was made for a dataclass."""
-    if name in HARMLESS or not is_dataclass(kind):
-        return name in HARMLESS
-    made = isinstance(member, FunctionType) and member.__code__.co_filename == "<string>"
-    return name in UNCALLED or (name in DATACLASS and (made or member is None))
 
 
 def is_torchs(layer: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Data sets of users whose samples are rows of their tensors, gathered for a minibatch at once.
 
 To get each sample by itself and stack them takes as long as a small step. Where the code by which
-a data set gets a sample is known (``known_code.py``), and a sample that it has got is made of the
+a data set gets a sample is known (``known_items.py``), and a sample that it has got is made of the
 rows of its tensors at that position, these rows make the sample whenever it is asked for, whatever
 they hold by then.
 """
@@ -29,7 +29,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_pfl.engine.known_code import Read, UnknownCodeError, is_still, read_by_item
+from lightning_pfl.engine.known_code import Read, UnknownCodeError, is_still
+from lightning_pfl.engine.known_items import read_by_item
 from lightning_pfl.engine.safety.global_rng import Elsewhere, States
 
 SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
