@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.breakdown import PARTS
+from benchmarks.habits import HABITS, SIZES
 from benchmarks.limits import METHODS, Limit, key
 from benchmarks.users import SIGMAS
 from benchmarks.workloads import NETWORKS, SIX, THREE, WORKLOADS
@@ -120,6 +121,21 @@ def users(found: Found) -> str:
             row.append("" if of is None else f"{number(of['later'])}; {number(of['first'])}")
         rows.append(row)
     return table(["the loop's time over ours", *THREE], rows) if measured else ""
+
+
+def habits(found: Found) -> str:
+    """Write the ratios of what people write in their modules."""
+    measured = found.get("habits", {})
+    rows = []
+    for name, habit in HABITS.items():
+        row = [habit.about]
+        for sigma in SIZES:
+            of = measured.get(f"{name}, {sigma}")
+            row.append("" if of is None else f"{number(of['later'])}; {number(of['first'])}")
+        rows.append(row)
+    sizes = (f"log-normal, a median of {many}" if sigma else f"{many} samples each"
+             for sigma, many in SIZES.items())  # fmt: skip
+    return table(["the loop's time over ours", *sizes], rows) if measured else ""
 
 
 def memory(found: Found) -> str:
@@ -294,6 +310,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "machine": machine,
     "rounds": rounds,
     "users": users,
+    "habits": habits,
     "methods": every_method,
     "parts": parts,
     "limits": limits,

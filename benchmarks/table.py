@@ -29,13 +29,13 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import breakdown, cells, limits, memory, overhead, peers, processes, users
+from benchmarks import breakdown, cells, habits, limits, memory, overhead, peers, processes, users
 from benchmarks.cells import NAMES, NOT_HERE, SINGLE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
 
 PARTS = (
-    *("rounds", "users", "profile", "limits", "memory", "start", "overhead"),
+    *("rounds", "users", "habits", "profile", "limits", "memory", "start", "overhead"),
     *("processes", "peers"),
 )
 
@@ -182,6 +182,15 @@ def run_users(options: argparse.Namespace, results: Results) -> None:
                 print(users.Row(**row).describe(key), flush=True)
 
 
+def run_habits(options: argparse.Namespace, results: Results) -> None:
+    """Measure what people write in their modules."""
+    print(users.HEAD)
+    for asked in habits.combinations():
+        key = ", ".join(map(str, asked))
+        for row in results.measure("habits", key, habits.measure, *asked, options.check):
+            print(users.Row(**row).describe(key), flush=True)
+
+
 def run_profile(options: argparse.Namespace, results: Results) -> None:
     """Divide a round's time into its parts."""
     print("a round's CPU time by its parts, milliseconds; the limit is the time of its products")
@@ -257,6 +266,7 @@ RUN = dict(
         (
             run_rounds,
             run_users,
+            run_habits,
             run_profile,
             run_limits,
             run_memory,

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.cells import check_workload, run, use_threads
+from benchmarks.cells import InTurns, check_workload, run, use_threads
 from benchmarks.workloads import NETWORKS, THREE, of_users
+from lightning_pfl import FederatedStrategy
 
 FIRST, LATER = 10, 8
 """Rounds from the first one on, with the probe and most recordings, and rounds after these."""
@@ -32,6 +33,18 @@ class Row:
     later: float
     cpu_seconds: float
     choice: str
+
+    @classmethod
+    def of(cls, clock: InTurns, first: int, strategy: FederatedStrategy) -> "Row":
+        """Return the row of a clock, of which some rounds are the first."""
+        ours, theirs = ([cpu for cpu, _ in side] for side in (clock.ours, clock.theirs))
+        late = median(ours[first:])
+        return cls(
+            sum(theirs[:first]) / sum(ours[:first]),
+            median(theirs[first:]) / late,
+            late,
+            strategy.federation.engine.choices["training_step"],
+        )
 
     def describe(self, key: str) -> str:
         """Write a line."""
@@ -65,13 +78,4 @@ def measure(name: str, method: str, sigma: float, check: bool = True) -> dict[st
         check_workload(f"a user's {name}", workload, method, "auto")
     with use_threads(1):
         clock, strategy = run(workload, method, "auto", FIRST + LATER)
-    ours, theirs = ([cpu for cpu, _ in side] for side in (clock.ours, clock.theirs))
-    late = median(ours[FIRST:])
-    return asdict(
-        Row(
-            sum(theirs[:FIRST]) / sum(ours[:FIRST]),
-            median(theirs[FIRST:]) / late,
-            late,
-            strategy.federation.engine.choices["training_step"],
-        )
-    )
+    return asdict(Row.of(clock, FIRST, strategy))

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import page
 from benchmarks.breakdown import PARTS
+from benchmarks.habits import HABITS
 from benchmarks.workloads import NETWORKS
 
 
@@ -71,6 +72,16 @@ def test_users_modules_have_their_later_rounds_and_their_first() -> None:
     assert "| MLP 20-64-64-10, unequal |  | 1.25; **0.50** |  |" in lines
     assert len(lines) == 2 + 2 * len(NETWORKS)
     assert page.users({}) == ""
+
+
+def test_habits_have_their_later_rounds_and_their_first() -> None:
+    row = {"first": 0.5, "later": 1.25, "cpu_seconds": 0.01, "choice": "sequential"}
+    lines = page.habits({"habits": {"sgd, 1.0": row}}).splitlines()
+    head = "| the loop's time over ours | 112 samples each | log-normal, a median of 80 |"
+    assert lines[0] == head
+    assert lines[2] == "| SGD |  | 1.25; **0.50** |"
+    assert len(lines) == 2 + len(HABITS)
+    assert page.habits({}) == ""
 
 
 def test_methods_without_a_loop_have_their_time() -> None:
