@@ -47,13 +47,14 @@ class Checks:
     Attributes:
         known: Whether the steps of this round run nothing of a user's that isn't known.
         recordable: Whether they may be recorded.
+        ours: Whether nothing of a user's runs around the module's steps.
     """
 
     def __init__(
         self, module: nn.Module, step: str = "training_step", metrics: bool = False
     ) -> None:
         self.module, self.step, self.metrics, self._rounds = module, step, metrics, 0
-        self.known = self.recordable = False
+        self.known = self.recordable = self.ours = False
         self._read: Read | None = None
 
     def due(self, others: Iterable[Any] = ()) -> bool:
@@ -65,7 +66,8 @@ class Checks:
         self._rounds += 1
         before = self._read
         self.look()
-        self.known = self._read is not None and all(map(is_ours, others))
+        self.ours = all(map(is_ours, others))
+        self.known = self._read is not None and self.ours
         return self._rounds % RARELY == 1 or not self.known or self._read != before
 
     def look(self) -> None:

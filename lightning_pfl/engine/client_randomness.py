@@ -35,13 +35,15 @@ class ClientRandomness:
         work: The client's work.
         source: What steps get to draw from.
         known: Whether the code of the module's step is known.
+        watched: Whether to notice what steps draw while generators are seeded, which takes as long
+            as a small step.
 
     Attributes:
         keyed: Whether random functions of a step get the client's keys.
-        drew: Whether a step has drawn random numbers, while generators are seeded; None before the
-            first one.
+        drew: Whether a step has drawn random numbers, while it was watched; None before the first
+            one.
         moved: Whether one of these has used a global generator.
-        draws_elsewhere: Whether the last step used Python's or NumPy's global generator; None
+        draws_elsewhere: Whether the last of these used Python's or NumPy's global generator; None
             before the first one.
     """
 
@@ -53,9 +55,11 @@ class ClientRandomness:
         work: LocalWork,
         source: Source,
         known: bool,
+        watched: bool,
     ) -> None:
         self.settings, self.program, self.whole = settings, program, whole
         self.source, self.keyed, self.known = source, source != "nothing", known
+        self.watched = watched
         self.drew: bool | None = None
         self.moved = False
         self.draws_elsewhere: bool | None = None
@@ -120,7 +124,7 @@ class ClientRandomness:
 
     def new_step(self) -> None:
         """Start a step, of which it isn't known yet whether it draws elsewhere."""
-        self.draws_elsewhere = False
+        self.draws_elsewhere = False if self.watched else None
 
     def replacing(self) -> AbstractContextManager[None]:
         """Replace random functions inside a ``with`` block, if their names are all that counts."""
@@ -148,6 +152,10 @@ class ClientRandomness:
             return
         plain = plain and self.program.augment is None and self.program.hooks is None
         torch_alone = plain and self.known
+        if not self.watched:
+            with seeded(seed & (2**63 - 1), everything=not torch_alone):
+                yield key
+            return
         with watch_global_rng(seed & (2**63 - 1), torch_alone) as found:
             yield key
         self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved

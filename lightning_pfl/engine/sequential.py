@@ -89,9 +89,9 @@ class SequentialEngine:
         generators: Whether one has drawn from a global generator so far; likewise.
         quiet: Steps of evaluations so far, and whether they have never drawn, nor, the first time,
             written to an attribute of the module.
-        draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
-            Python's or NumPy's global generator, which can't differ between clients of a batched
-            program.
+        draws_elsewhere: Whether the last training step that was watched, or a step of the last
+            evaluation, used Python's or NumPy's global generator, which can't differ between
+            clients of a batched program.
     """
 
     name = "sequential"
@@ -157,29 +157,33 @@ class SequentialEngine:
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
         logs = LogsOfEach(len(work.info), self.settings.device)
 
-        for row in range(len(work.info)):
-            one = work.rows(slice(row, row + 1))
-            source = "seeds" if own else self._source()
-            trained = None if source == "seeds" else self._watched(one, source)
-            if trained is None:
-                local_step = self._local_step(one, "seeds")
-                watched = self.records_now and not self.checks.known
-                before = snapshot(self.module) if watched else {}
-                trained = self._client(one, local_step)
-                self._note_draws(local_step)
-                self._stop_if_written(before)
-            result, logged = trained
-            uploads.put(row, result.uploads)
-            client_state.put(row, result.client_state)
-            results.append(replace(result, uploads={}, client_state={}))
-            logs.add(row, logged, result.logs)
-            if on_clients is not None:
-                ran = on_clients([row], partial(loss_of, logged))
-                if ran is not False:
-                    self.checks.look_after_hooks(self.traces, self.whole)
-                    self._settings.clear()
-                    self._contexts.clear()
-                    self._joined.clear()
+        # Seeded generators are put back once, where nothing else of a user's may draw.
+        seeds = self.checks.ours and (own or self.loop is not None or self.generators is True)
+        with restoring_once() if seeds else nullcontext():
+            for row in range(len(work.info)):
+                one = work.rows(slice(row, row + 1))
+                source = "seeds" if own else self._source()
+                watches = self._watches
+                trained = None if source == "seeds" else self._watched(one, source)
+                if trained is None:
+                    local_step = self._local_step(one, "seeds", watches)
+                    watched = self.records_now and not self.checks.known
+                    before = snapshot(self.module) if watched else {}
+                    trained = self._client(one, local_step)
+                    self._note_draws(local_step)
+                    self._stop_if_written(before)
+                result, logged = trained
+                uploads.put(row, result.uploads)
+                client_state.put(row, result.client_state)
+                results.append(replace(result, uploads={}, client_state={}))
+                logs.add(row, logged, result.logs)
+                if on_clients is not None:
+                    ran = on_clients([row], partial(loss_of, logged))
+                    if ran is not False:
+                        self.checks.look_after_hooks(self.traces, self.whole)
+                        self._settings.clear()
+                        self._contexts.clear()
+                        self._joined.clear()
         values, loss = logs.take_losses()
         return LocalResult(
             uploads.tree(),
@@ -201,6 +205,14 @@ class SequentialEngine:
             return "seeds"
         # A recording keeps what was called, by whatever name.
         return "keys" if self.records_now else "names"
+
+    @property
+    def _watches(self) -> bool:
+        """Whether to notice what steps draw whose generators are seeded, for what depends on it.
+
+        Nothing does once it is known that they use one, nor in Lightning's own loop.
+        """
+        return self.generators is None or not (self.generators or self.loop is not None)
 
     def _watched(self, work: LocalWork, source: Source) -> _Trained | None:
         """Train a client whose steps should use no generator; None if one has."""
@@ -275,7 +287,9 @@ class SequentialEngine:
         """Whether steps of training may be recorded, by what their code reads in this round."""
         return self.traces.enabled and self.checks.recordable
 
-    def _local_step(self, work: LocalWork, source: Source) -> SequentialLocalStep:
+    def _local_step(
+        self, work: LocalWork, source: Source, watched: bool = False
+    ) -> SequentialLocalStep:
         return SequentialLocalStep(
             self.settings,
             self.parameter_split,
@@ -289,6 +303,7 @@ class SequentialEngine:
             source,
             self.checks.code_known,
             self._noted,
+            watched,
         )
 
     def whole_steps(

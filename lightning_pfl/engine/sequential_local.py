@@ -80,6 +80,7 @@ class SequentialLocalStep:
         source: What steps get to draw from.
         known: Whether the code of the module's step is known.
         noted: Notes calls of torchmetrics objects in steps that are recorded.
+        watched: Whether to notice what steps draw while generators are seeded.
 
     Attributes:
         client_logs: What the client has logged, without torchmetrics objects.
@@ -100,11 +101,12 @@ class SequentialLocalStep:
         source: Source,
         known: bool,
         noted: NotedMetrics,
+        watched: bool,
     ) -> None:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
         self.loop, self.template = loop, work.optimizer
-        self.random = ClientRandomness(settings, program, whole, work, source, known)
+        self.random = ClientRandomness(settings, program, whole, work, source, known, watched)
         self.noted = noted
         self.prefix = prefix
         self.client_logs = ClientLogs(1, settings.device)

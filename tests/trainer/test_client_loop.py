@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -315,6 +317,45 @@ def test_hooks_of_callbacks_see_every_step_of_the_client() -> None:
     assert ours.norms == pytest.approx(plain.norms, rel=1e-9)
     choice = trainer.strategy.federation.engine.choices["training_step"]
     assert choice == "sequential (Counting overrides `on_before_optimizer_step`)"
+
+
+class Noisy(Regression):
+    """Adds noise to gradients, from Python's, NumPy's and torch's global generators."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            noise = torch.rand(()).double() + random.random() + float(np.random.rand())
+            p.grad = p.grad + 0.1 * noise  # type: ignore[operator]
+
+
+class Reading(L.Callback):
+    """Draws numbers after each round, and after each client, as callbacks may."""
+
+    def __init__(self) -> None:
+        self.drawn = list[float]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.drawn += [random.random(), float(np.random.rand())]
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.on_train_batch_end()
+
+
+def test_noise_of_hooks_follows_from_the_minibatch_and_leaves_generators_alone() -> None:
+    """Whatever was drawn before; callbacks draw what they would without the module's noise."""
+    found = []
+    for kind, before in ((Noisy, 5), (Noisy, 6), (Regression, 6)):
+        module, reading = kind(), Reading()
+        random.seed(before)
+        np.random.seed(before)
+        fit(module, 3, FedAvg(), callbacks=[reading])
+        one, two = random.Random(before), np.random.RandomState(before)
+        calls = len(reading.drawn) // 2
+        assert calls >= 6
+        assert reading.drawn == [draw() for _ in range(calls) for draw in (one.random, two.rand)]
+        found.append(module.state_dict()["layers.0.weight"].clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_the_module_is_the_users_again_after_a_step() -> None:
