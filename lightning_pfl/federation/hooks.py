@@ -1,8 +1,11 @@
-"""The hooks of a module that are called inside a step, or on its minibatch."""
+"""The hooks of a module inside a step or on its minibatch, and the counters that a step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
 
 import lightning as L
 
@@ -23,8 +26,77 @@ STEP_HOOKS = (
 """Called in every step of every client."""
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Called on every minibatch, in this order; a data module has them as well."""
+COUNTERS = ("global_step", "is_last_batch", "num_training_batches")
+"""Numbers of the Trainer that are a client's own while it trains in Lightning's loop."""
+_FRAMEWORKS = ("torch", "lightning", "torchmetrics")
 
 
 def overridden(module: L.LightningModule, hooks: Sequence[str]) -> list[str]:
     """Name the hooks that a module overrides."""
     return [hook for hook in hooks if is_overridden(hook, module)]
+
+
+def counters_read(module: L.LightningModule) -> list[str]:
+    """Name the :data:`COUNTERS` that the code of a training step names.
+
+    Functions that it reaches by their names are looked at as well: the module's own, nested and
+    decorated ones, and those of its file.
+
+    Example:
+        >>> class WarmsUp(L.LightningModule):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.weight() * self(batch).mean()
+        ...     def weight(self):
+        ...         return min(1.0, self.global_step / 1000)
+        >>> counters_read(WarmsUp())
+        ['global_step']
+    """
+    seen: set[Any] = set()
+    names: set[str] = set()
+    waiting: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name in ("training_step", "forward", "per_sample")
+    ]
+    while waiting:
+        name, around = waiting.pop()
+        for function in _functions(module, name, around):
+            if function not in seen:
+                seen.add(function)
+                found = {one for code in _codes(function.__code__) for one in code.co_names}
+                names |= found
+                waiting += [(one, function.__globals__) for one in found]
+    return [name for name in COUNTERS if name in names and name not in vars(module)]
+
+
+def _functions(module: Any, name: str, around: dict[str, Any]) -> Iterator[FunctionType]:
+    """Find the functions of a name: of the module and its classes, and of a file."""
+    holders = [vars(kind) for kind in type(module).__mro__ if not _is_framework(kind)]
+    for held in (vars(module), *holders, around):
+        value = held.get(name)
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, FunctionType) and not _is_framework(value):
+                yield value
+                waiting += [inspect.unwrap(value)] if hasattr(value, "__wrapped__") else []
+                waiting += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+
+
+def _filled(cell: Any) -> bool:
+    """Whether a variable of the function around holds a function."""
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:  # empty
+        return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Walk through code and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_framework(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in _FRAMEWORKS

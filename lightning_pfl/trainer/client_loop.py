@@ -1,9 +1,9 @@
 """Lightning's own loop over the minibatches of one client at a time.
 
-For modules, callbacks and precisions with code inside an optimizer step: while a client trains, the
-Trainer has its module, optimizers, schedulers and counters, and Lightning runs the step. So hooks,
-``self.optimizers()``, ``manual_backward``, ``toggle_optimizer`` and ``trainer.global_step`` mean
-what they always mean, for this client.
+For modules, callbacks and precisions with code inside an optimizer step, and for steps that read
+counters of the Trainer: while a client trains, the Trainer has its module, optimizers, schedulers
+and counters, and Lightning runs the step. So hooks, ``self.optimizers()``, ``manual_backward``,
+``toggle_optimizer`` and ``trainer.global_step`` mean what they always mean, for this client.
 
 A client begins with fresh optimizers, and with schedulers as the round before left them. They go on
 from where the client with most steps ends.
@@ -35,7 +35,7 @@ from lightning_pfl._lightning import (
     overrides,
 )
 from lightning_pfl.contract.records import SlotStates
-from lightning_pfl.federation.hooks import STEP_HOOKS, overridden
+from lightning_pfl.federation.hooks import STEP_HOOKS, counters_read, overridden
 from lightning_pfl.trainer.step_schedule import StepSchedule
 
 CALLBACK_STEP_HOOKS = (
@@ -54,6 +54,7 @@ def needs_loop(
     name = type(module).__name__
     found = [] if module.automatic_optimization else [f"{name} sets automatic_optimization=False"]
     found += [f"{name} overrides `{hook}`" for hook in overridden(module, STEP_HOOKS)]
+    found += [f"{name} reads `{counter}` in its step" for counter in counters_read(module)]
     for callback in connected(trainer).callbacks:
         kind = type(callback).__name__
         hooks = [hook for hook in CALLBACK_STEP_HOOKS if overrides(callback, hook, Callback)]

@@ -298,6 +298,77 @@ def test_methods_with_gradients_of_their_own_call_the_hooks() -> None:
             torch.testing.assert_close(apart.state_dict()[name], leaf, rtol=1e-12, atol=1e-12)
 
 
+# --- steps that read the Trainer's counters ---
+
+
+class WarmsLoss(Regression):
+    """The loss grows over the first five steps, by a property."""
+
+    @property
+    def weight(self) -> float:
+        return min(1.0, (self.global_step + 1) / 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+def last_counts_more(module: L.LightningModule) -> float:
+    return 3.0 if module.trainer.is_last_batch else 1.0
+
+
+class LastCountsMore(Regression):
+    """A function of the file reads the counter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * last_counts_more(self)
+
+
+class GrowsInEpoch(Regression):
+    """Its forward reads it, in a function within."""
+
+    def forward(self, x: Tensor) -> Any:
+        def share() -> float:
+            return 1.0 / float(self.trainer.num_training_batches) if self.training else 1.0
+
+        return super().forward(x) * share()
+
+
+COUNTERS = {
+    WarmsLoss: "global_step",
+    LastCountsMore: "is_last_batch",
+    GrowsInEpoch: "num_training_batches",
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_a_step_reads_the_counters_of_its_client(kind: type[Regression]) -> None:
+    trainer = require_plain(kind)
+    choice = trainer.strategy.federation.engine.choices["training_step"]
+    assert choice == f"sequential ({kind.__name__} reads `{COUNTERS[kind]}` in its step)"
+
+
+def test_names_that_are_no_counters_leave_a_step_as_it_is() -> None:
+    class Own(Regression):
+        """An attribute of its own, the name of an argument, and a counter read elsewhere."""
+
+        def build(self) -> None:
+            self.is_last_batch = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            dict(global_step=self.is_last_batch)  # noqa: C408
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            assert self.global_step >= 0
+            return super().validation_step(batch, batch_idx)
+
+    trainer: Any = fit(Own(), 1, FedAvg())
+    assert "reads" not in trainer.strategy.federation.engine.choices["training_step"]
+
+
+# --- hooks of callbacks ---
+
+
 class Counting(L.Callback):
     """Counts the hooks of a step."""
 
@@ -474,21 +545,21 @@ def test_a_schedule_goes_on_from_the_client_with_most_steps() -> None:
     assert rates(sized(2, 6), 2) == pytest.approx([*first, *second, halves[6]])
 
 
-@pytest.mark.parametrize("base", [Both, BothWithHooks])
+class StepsInLoss(BothWithHooks):
+    """The step's number is in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.trainer.global_step)
+
+
+@pytest.mark.parametrize("kind", [Both, StepsInLoss])
 def test_a_resumed_run_goes_on_with_schedules_and_steps(
-    base: type[Regression], tmp_path: Path
+    kind: type[Regression], tmp_path: Path
 ) -> None:
-    class Steps(base):  # type: ignore[misc, valid-type]
-        """The step's number is in the loss."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss * (1 + 0.1 * self.trainer.global_step) if base is BothWithHooks else loss
-
     data = sized(2, 6)
-    whole = federate(FedAvg(), data, Steps(), 4, "auto")
-    half = federate(FedAvg(), data, Steps(), 2, "auto").save(tmp_path / "half.ckpt")
-    rest = federate(FedAvg(), data, Steps(), 4, "auto", ckpt_path=half)
+    whole = federate(FedAvg(), data, kind(), 4, "auto")
+    half = federate(FedAvg(), data, kind(), 2, "auto").save(tmp_path / "half.ckpt")
+    rest = federate(FedAvg(), data, kind(), 4, "auto", ckpt_path=half)
     for name, leaf in whole.models.items():
         assert torch.equal(rest.models[name], leaf)
     assert rest.trainer.global_step == whole.trainer.global_step == 4
