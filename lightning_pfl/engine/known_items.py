@@ -1,10 +1,12 @@
-"""Code by which a data set of users' gets a sample, read as a step's is."""
+"""Code by which data sets of users' get samples and minibatches of them, read as a step's is."""
 
 from __future__ import annotations
 
 from abc import ABCMeta
 from types import FunctionType
 from typing import Any
+
+from torch.utils.data import default_collate
 
 from lightning_pfl.engine.known_code import FRAMEWORKS, CodeReader, Read, package_of, unknown
 from lightning_pfl.engine.known_values import HARMLESS
@@ -28,11 +30,28 @@ def read_by_item(dataset: Any) -> tuple[Read, frozenset[str]]:
     return reader.read, frozenset(reader.names)
 
 
-class _ItemReader(CodeReader):
-    """Reads the code by which a data set gets a sample.
+def read_by_collate(function: Any) -> Read:
+    """Return what a function of a user's reads that makes a minibatch of a list of samples.
 
     Args:
-        dataset: The data set.
+        function: The function.
+
+    Raises:
+        UnknownCodeError: If it may read anything but its argument, known functions and global
+            numbers, or is no plain function.
+    """
+    if not isinstance(function, FunctionType) or package_of(function) in FRAMEWORKS:
+        unknown("it is no function of a user's")
+    reader = _ItemReader(function)
+    reader._function(function)
+    return reader.read
+
+
+class _ItemReader(CodeReader):
+    """Reads the code by which a data set gets a sample, or a function makes a minibatch of some.
+
+    Args:
+        dataset: The data set, or the function.
 
     Attributes:
         names: The attributes that it has found, of whichever object.
@@ -73,6 +92,10 @@ class _ItemReader(CodeReader):
             self._value(name, vars(part)[name])
             return True
         return any(name in vars(kind) for kind in self._kinds)
+
+    def _known(self, name: str, value: Any) -> None:
+        if value is not default_collate:
+            super()._known(name, value)
 
     def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
         unknown("it reads hparams")

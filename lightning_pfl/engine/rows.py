@@ -3,12 +3,13 @@
 To get each sample by itself and stack them takes as long as a small step. Where the code by which
 a data set gets a sample is known (``known_items.py``), and a sample that it has got is made of the
 rows of its tensors at that position, these rows make the sample whenever it is asked for, whatever
-they hold by then.
+they hold by then. Minibatches are such samples, stacked by ``default_collate`` or by a function of
+the user's that does nothing else (``stacking.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +27,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    default_collate,
 )
 
 from lightning_pfl.engine.known_code import Read, UnknownCodeError, is_still
 from lightning_pfl.engine.known_items import read_by_item
 from lightning_pfl.engine.safety.global_rng import Elsewhere, States
+from lightning_pfl.engine.stacking import Stacking
 
 SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw a whole epoch's positions at once, from torch's generators."""
@@ -46,6 +47,8 @@ class Source:
 
     Attributes:
         differs: Whether it was found that samples aren't rows, or may not be any more.
+        form: A sample's structure with the names of the tensors of which it has rows, once known.
+        stackings: Functions that make minibatches, as far as they are known.
 
     Raises:
         UnknownCodeError: If the code by which it gets a sample isn't known.
@@ -65,7 +68,8 @@ class Source:
         # By these, code may choose rows.
         self._versions = [(one, one._version) for one in every if not self.differs]
         self._tensors = {name: _Tensor(one) for name, one in found.items() if _has_rows(one)}
-        self._form: Any = None
+        self.form: Any = None
+        self.stackings: dict[Callable[[list[Any]], Any], Stacking] = {}
         self._seen = bytearray(max((len(one.tensor) for one in self._tensors.values()), default=0))
 
     def holds(self, dataset: Any) -> bool:
@@ -78,8 +82,13 @@ class Source:
             self.differs = not same
         return not self.differs
 
-    def gathered(self, positions: list[int]) -> Any:
-        """Return a minibatch of samples that were found to be rows; None if one wasn't."""
+    def gathered(self, positions: list[int], form: Any) -> Any:
+        """Return a minibatch of samples that were found to be rows; None if one wasn't.
+
+        Args:
+            positions: The samples' positions.
+            form: The minibatch's structure with the names of the tensors.
+        """
         seen = self._seen
         try:
             known = (
@@ -87,13 +96,13 @@ class Source:
             )
         except (IndexError, TypeError):  # the data set has its own words
             return None
-        return self._gathered(self._form, torch.tensor(positions)) if known else None
+        return self._gathered(form, torch.tensor(positions)) if known else None
 
     def _gathered(self, form: Any, at: Tensor) -> Any:
         if type(form) is dict:
             return {key: self._gathered(part, at) for key, part in form.items()}
         if type(form) in (tuple, list):
-            return [self._gathered(part, at) for part in form]  # as collated ones
+            return type(form)(self._gathered(part, at) for part in form)
         return self._tensors[form].tensor.index_select(0, at)
 
     def note(self, positions: list[int], samples: list[Any]) -> None:
@@ -102,9 +111,9 @@ class Source:
         if not all(type(at) is int and at < len(self._seen) for at in positions):
             self.differs = True
             return
-        if self._form is None and samples:
-            self._form = self._find(positions[0], samples[0])
-        self.differs = not self._are_rows(self._form, positions, samples)
+        if self.form is None and samples:
+            self.form = self._find(positions[0], samples[0])
+        self.differs = not self._are_rows(self.form, positions, samples)
         for position in positions if not self.differs else ():
             self._seen[position] = 1
 
@@ -138,12 +147,13 @@ class Rows:
 
     Args:
         dataset: The data set, or a ``Subset`` of it.
+        collate: Makes minibatches of lists of samples.
 
     Raises:
-        UnknownCodeError: As :class:`Source` does.
+        UnknownCodeError: As :class:`Source` and :class:`~lightning_pfl.engine.stacking.Stacking`.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._subsets = list[Subset[Any]]()
         while type(dataset) is Subset:
             self._subsets.append(dataset)
@@ -154,17 +164,26 @@ class Rows:
         try:
             if dataset not in _SOURCES:
                 _SOURCES[dataset] = Source(dataset)
-        except TypeError as error:  # it can't be a key
+            self._source = _SOURCES[dataset]
+            stackings = self._source.stackings
+            if collate not in stackings:
+                stackings[collate] = Stacking(collate)
+        except TypeError as error:  # one can't be a key
             raise UnknownCodeError(str(error)) from error
-        self._source = _SOURCES[dataset]
+        self._stacking = stackings[collate]
+
+    def are_by(self, collate: Any) -> bool:
+        """Whether a function makes the minibatches."""
+        return collate is self._stacking.function
 
     def hold(self) -> bool:
-        """Whether samples that were found to be rows still are."""
-        return self._source.holds(self._dataset)
+        """Whether samples that were found to be rows still are, and are still stacked."""
+        return self._source.holds(self._dataset) and self._stacking.holds()
 
     def gathered(self, positions: list[int]) -> Any:
         """Return a minibatch of rows; None where it has to be read."""
-        return self._source.gathered(self._inner(positions)) if self.hold() else None
+        form = self._stacking.form(len(positions)) if self.hold() else None
+        return None if form is None else self._source.gathered(self._inner(positions), form)
 
     def read(self, positions: list[int]) -> Any:
         """Return a minibatch as a DataLoader does, and note whether it is one of rows."""
@@ -175,7 +194,9 @@ class Rows:
         source.differs = source.differs or drawn.moved_torch
         if self.hold():
             source.note(positions, samples)
-        return default_collate(samples)
+        if source.differs or self._stacking.differs or not samples:
+            return self._stacking.function(samples)
+        return self._stacking.note(samples, source.form)
 
     def _inner(self, positions: list[int]) -> list[int]:
         for subset in self._subsets:
@@ -296,20 +317,20 @@ def row_epoch(loader: DataLoader[Any], count: int) -> RowEpoch | None:
     """Return the first minibatches of an epoch of a loader, if its samples may be rows."""
     if not _is_plain(loader):
         return None
-    if loader not in _LOADERS:
+    found = _LOADERS.get(loader)
+    if loader not in _LOADERS or (found and not found[0].are_by(loader.collate_fn)):
         try:
-            _LOADERS[loader] = Rows(loader.dataset), Orders(loader)
+            found = Rows(loader.dataset, loader.collate_fn), Orders(loader)
         except UnknownCodeError:
-            _LOADERS[loader] = None
-    found = _LOADERS[loader]
+            found = None
+        _LOADERS[loader] = found
     return RowEpoch(*found, loader, count) if found is not None and found[0].hold() else None
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader stacks samples in this process, in an order drawn when an epoch begins."""
+    """Whether a loader reads samples in this process, in an order drawn when an epoch begins."""
     return (
         type(loader) is DataLoader
-        and loader.collate_fn is default_collate
         and type(loader.batch_sampler) is BatchSampler
         and type(loader.batch_sampler.sampler) in SAMPLERS
         and not loader.num_workers

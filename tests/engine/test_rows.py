@@ -159,7 +159,47 @@ def drawn_order() -> DataLoader[Any]:
     return DataLoader(Pairs(), batch_size=3, sampler=DrawnOrder())
 
 
+def by(collate: Any, kind: Any = Pairs) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(kind(), batch_size=3, shuffle=True, collate_fn=collate)
+
+
+def columns(samples: Any) -> Any:
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+
+
+def as_tuple(samples: Any) -> Any:
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(labels), [torch.stack(images, dim=0)]
+
+
+def part(samples: Any, at: int) -> Tensor:
+    return torch.stack([sample[at] for sample in samples])
+
+
+def by_part(samples: Any) -> Any:
+    return part(samples, SHIFT), part(samples, 1)
+
+
+def by_number(samples: Any) -> Any:
+    return part(samples, 0) if len(samples) > 1 else part(samples, 1)
+
+
+def renamed(samples: Any) -> Any:
+    return default_collate([{"x": one["image"], "y": [one["label"]]} for one in samples])
+
+
+def all_keys(samples: Any) -> Any:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+STACKED: dict[str, Callable[[], DataLoader[Any]]] = {
+    **{function.__name__: by(function) for function in (columns, as_tuple, by_part, by_number)},
+    **{function.__name__: by(function, Dicts) for function in (renamed, all_keys)},
+    "lambda": by(lambda samples: torch.stack([y for _, y in samples])),
+    "both": by(lambda samples: (part(samples, 0), part(samples, 0)), Chosen),
+}
 ROWS: dict[str, Callable[[], DataLoader[Any]]] = {
+    **STACKED,
     **{kind.__name__: own(kind) for kind in (Pairs, Dicts, Nested, EverySecond, Alone, Chosen)},
     **{
         make.__name__: make
@@ -378,36 +418,139 @@ def batched() -> DataLoader[Any]:
     return DataLoader(Pairs(), 3, shuffle=True, collate_fn=collate)
 
 
-OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    kind.__name__: own(kind)
-    for kind in (
-        *(Noisy, FromNumPy, Sometimes, Reversed, LastDiffers, FormDiffers, Counting, CountingRows),
-        *(
-            Writing,
-            Numbers,
-            Texts,
-            Parts,
-            Viewed,
-            Sides,
-            Turned,
-            Permuted,
-            Trained,
-            Inferred,
-            Listed,
-            ByList,
-            ByPartial,
-            Asking,
-            Tooled,
-        ),
+def noisy(samples: Any) -> Any:
+    return default_collate(samples)[0] + torch.randn(())
+
+
+def noisy_by_numpy(samples: Any) -> Any:
+    return default_collate(samples)[0] + np.random.rand() + random.random()
+
+
+def labels_as_numbers(samples: Any) -> Any:
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+def sorted_by_labels(samples: Any) -> Any:
+    return default_collate(sorted(samples, key=lambda sample: sample[1]))
+
+
+def chosen_by_numbers(samples: Any) -> Any:
+    first = samples[0][0][0, 0]
+    return part(samples, 0) if first > 0 else part(samples, 1)
+
+
+def scaled(samples: Any) -> Any:
+    return part(samples, 0) * 2
+
+
+def twice(samples: Any) -> Any:
+    images = part(samples, 0)
+    return images, images
+
+
+def counted(samples: Any) -> Any:
+    return part(samples, 0), len(samples)
+
+
+def text(samples: Any) -> Any:
+    return {"x": part(samples, 0), f"{samples[0][1]}": part(samples, 1)}
+
+
+def without_the_first(samples: Any) -> Any:
+    return part(samples[1:] or samples, 0)
+
+
+def along_the_last(samples: Any) -> Any:
+    return torch.stack([x for x, _ in samples], -1)
+
+
+def mixed(samples: Any) -> Any:
+    return torch.stack([one[0] if at else samples[-1][0] for at, one in enumerate(samples)])
+
+
+def written_to(samples: Any) -> Any:
+    samples[0][0].add_(1)
+    return part(samples, 0)
+
+
+def the_first(samples: Any) -> Any:
+    return samples[0]
+
+
+def around(samples: Any) -> Any:
+    return AROUND.pop() if len(AROUND) > SAMPLES else part(samples, 0)
+
+
+AROUND: list[int] = []
+
+
+class Called:
+    def __call__(self, samples: Any) -> Any:
+        return part(samples, 0)
+
+
+class CalledUnhashed(Called):
+    __hash__ = None  # type: ignore[assignment]
+
+
+READ: dict[str, Callable[[], DataLoader[Any]]] = {
+    function.__name__: by(function)
+    for function in (
+        *(noisy, noisy_by_numpy, labels_as_numbers, sorted_by_labels, chosen_by_numbers, scaled),
+        *(twice, counted, text, without_the_first, along_the_last, mixed, written_to, the_first),
+        around,
     )
 } | {
-    "keyed": keyed,
-    "batched": batched,
-    "bare": bare,
-    "drawn_order": drawn_order,
-    "begun": begun,
-    "longer": longer,
+    "partial": by(partial(part, at=0)),
+    "called": by(Called()),
+    "called, unhashed": by(CalledUnhashed()),
+    "noisy samples": by(by_part, Noisy),
+    "samples of numbers": by(the_first, Numbers),
 }
+"""Functions that do more than to stack, or may."""
+OTHERS: dict[str, Callable[[], DataLoader[Any]]] = (
+    READ
+    | {
+        kind.__name__: own(kind)
+        for kind in (
+            *(
+                Noisy,
+                FromNumPy,
+                Sometimes,
+                Reversed,
+                LastDiffers,
+                FormDiffers,
+                Counting,
+                CountingRows,
+            ),
+            *(
+                Writing,
+                Numbers,
+                Texts,
+                Parts,
+                Viewed,
+                Sides,
+                Turned,
+                Permuted,
+                Trained,
+                Inferred,
+                Listed,
+                ByList,
+                ByPartial,
+                Asking,
+                Tooled,
+            ),
+        )
+    }
+    | {
+        "keyed": keyed,
+        "batched": batched,
+        "bare": bare,
+        "drawn_order": drawn_order,
+        "begun": begun,
+        "longer": longer,
+    }
+)
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -415,7 +558,8 @@ OTHERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((HERE, "SHIFT"), (HERE, "label"), (Pairs, "__getitem__")):
+    owners = (HERE, "SHIFT"), (HERE, "label"), (HERE, "part"), (Pairs, "__getitem__")
+    for owner, name in (*owners, (columns, "__code__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
@@ -441,9 +585,9 @@ def epochs(
     count = 0
     gathered = rows.Source.gathered
 
-    def counting(self: Any, positions: list[int]) -> Any:
+    def counting(self: Any, positions: list[int], form: Any) -> Any:
         nonlocal count
-        found = gathered(self, positions)
+        found = gathered(self, positions, form)
         count += found is not None
         return found
 
@@ -553,17 +697,33 @@ def stack_otherwise(loader: Any) -> None:
     loader.collate_fn = lambda samples: default_collate(samples[::-1])
 
 
+def stack_others(_: Any) -> None:
+    HERE.SHIFT = 1
+
+
+def replace_part(_: Any) -> None:
+    HERE.part = lambda samples, at: torch.stack([one[1 - at] for one in samples])
+
+
+def replace_columns(_: Any) -> None:
+    columns.__code__ = as_tuple.__code__
+
+
 def draw_otherwise(loader: Any) -> None:
     loader.generator = None
 
 
 CHANGES: dict[str, tuple[Callable[[], DataLoader[Any]], Change]] = {
-    change.__name__: (make, change)
-    for make, change in (
-        *((own(Pairs), one) for one in (write, write_unseen, replace_tensor, replace_memory)),
-        *((own(Chosen), one) for one in (set_last, set_transform, set_shift, replace_label)),
-        *((own(Pairs), one) for one in (replace_code, become_another, stack_otherwise, shrink)),
-        *((subset, choose_others), (generated, draw_otherwise), (chosen, count_back)),
+    f"{number} {change.__name__}": (make, change)
+    for number, (make, change) in enumerate(
+        (
+            *((own(Pairs), one) for one in (write, write_unseen, replace_tensor, replace_memory)),
+            *((own(Chosen), one) for one in (set_last, set_transform, set_shift, replace_label)),
+            *((own(Pairs), one) for one in (replace_code, become_another, stack_otherwise, shrink)),
+            *((by(by_part), one) for one in (stack_others, replace_part, stack_otherwise)),
+            *((by(columns), one) for one in (replace_columns, write, write_unseen)),
+            *((subset, choose_others), (generated, draw_otherwise), (chosen, count_back)),
+        )
     )
 }
 
@@ -588,6 +748,7 @@ def test_what_changes_is_seen(
     found, count = epochs(make, monkeypatch, True, change, within)
     assert count >= (EPOCHS - 3) * len(make())
     HERE.SHIFT, HERE.label, Pairs.__getitem__ = 0, LABEL, GETITEM  # type: ignore[method-assign]
+    HERE.part, columns.__code__ = PART, COLUMNS
     assert_same(found, epochs(make, monkeypatch, False, change, within)[0])
     unchanged = epochs(make, monkeypatch, gathers=False)[0]
     with pytest.raises(AssertionError):
@@ -595,3 +756,4 @@ def test_what_changes_is_seen(
 
 
 LABEL, GETITEM = label, Pairs.__getitem__
+PART, COLUMNS = part, columns.__code__
