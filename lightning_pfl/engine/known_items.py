@@ -19,7 +19,8 @@ def read_by_item(dataset: Any) -> tuple[Read, frozenset[str]]:
         dataset: A data set of a user's, with ``__getitem__``.
 
     Returns:
-        As of :func:`~lightning_pfl.engine.known_code.read_by_step`, and all names that it reads of objects.
+        As of :func:`~lightning_pfl.engine.known_code.read_by_step`, and all names that it reads of
+        objects.
 
     Raises:
         UnknownCodeError: If it may read anything but its argument, tensors and numbers that are
