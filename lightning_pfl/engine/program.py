@@ -21,9 +21,10 @@ from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.active_phase import is_sample_wise
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.client_logs import Reduction
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.keyed.names import NamedRandomness, replaced_names
-from lightning_pfl.engine.logs import LogCapture, Reduction
+from lightning_pfl.engine.logs import LogCapture
 from lightning_pfl.engine.terms import Term
 from lightning_pfl.engine.watching import Seen, in_mode, replaced, watching
 

@@ -40,9 +40,9 @@ from lightning_pfl.engine.base import (
     end,
 )
 from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.feature_cache import PrefixCache
-from lightning_pfl.engine.logs import ClientLogs, LogsOfEach, loss_of
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import (
@@ -68,7 +68,7 @@ from lightning_pfl.engine.trace import Same, Traces, of_object
 from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
 from lightning_pfl.methods.base import Phase
 
-_Trained = tuple[LocalResult, ClientLogs]
+_Trained = tuple[LocalResult, LogsOfSteps]
 """A client's results, with values of torchmetrics objects alone, and what else it has logged."""
 
 
@@ -155,7 +155,7 @@ class SequentialEngine:
         # What generators of the module's own draw leaves no trace in the global ones.
         own = has_generators(self.module)
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
-        logs = LogsOfEach(len(work.info), self.settings.device)
+        logs = LogsInTurn(len(work.info), self.settings.device)
 
         # Seeded generators are put back once, where nothing else of a user's may draw.
         seeds = self.checks.ours and (own or self.loop is not None or self.generators is True)
@@ -178,7 +178,7 @@ class SequentialEngine:
                 results.append(replace(result, uploads={}, client_state={}))
                 logs.add(row, logged, result.logs)
                 if on_clients is not None:
-                    ran = on_clients([row], partial(loss_of, logged))
+                    ran = on_clients([row], partial(logged.loss, self.settings.device))
                     if ran is not False:
                         self.checks.look_after_hooks(self.traces, self.whole)
                         self._settings.clear()

@@ -22,7 +22,8 @@ from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.logs import ClientLogs, computed_metrics, tensors_in
+from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
+from lightning_pfl.engine.logs import computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
 from lightning_pfl.engine.program import ClientProgram
@@ -38,7 +39,7 @@ from lightning_pfl.engine.trace import Given, Traces
 
 EVALUATING = ("validation_step", "test_step")
 """Steps whose results are what they log."""
-_Logged = tuple[Tensor | None, dict[str, Tensor], dict[str, Metric], int]
+_Logged = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Metric], int]
 """What a step logs: tensors, arguments of torchmetrics objects, these, and how it logs."""
 
 
@@ -55,71 +56,6 @@ class _Step:
     checks: Checks
     traces: Traces
     program: ClientProgram | None = None
-
-
-class _Results:
-    """Values that clients' steps log, which are added up for all clients at once.
-
-    Args:
-        clients: How many there are.
-        settings: The Trainer's flags.
-        program: The step, with the ways in which it logs.
-
-    Attributes:
-        logs: Takes what is added up at once.
-    """
-
-    def __init__(self, clients: int, settings: EngineSettings, program: ClientProgram) -> None:
-        self.device, self._log = settings.device, program.log
-        self._counts = [0] * clients
-        self.logs = ClientLogs(clients, settings.device)
-        # By the minibatch's number and how it logs, so that all clients' values are added at once.
-        self._found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
-        self._computed: dict[str, list[tuple[int, Tensor]]] = {}
-
-    def numbers(self, logged: dict[str, Any]) -> Tensor | None:
-        """Return the tensors that a step logs as one of its own; None for none."""
-        values = list(tensors_in(logged).values())
-        if not values:
-            return None
-        return torch.stack([value.to(self.device, torch.float64) for value in values])
-
-    def add(self, row: int, number: int, size: int, values: Tensor | None, way: int) -> None:
-        """Add a minibatch.
-
-        Args:
-            row: The client's row.
-            number: The minibatch's number.
-            size: Its samples.
-            values: As of :meth:`numbers`.
-            way: How they are logged.
-        """
-        self._counts[row] += size
-        if values is not None:
-            self._found.setdefault((number, way), []).append((row, size, values))
-
-    @property
-    def counts(self) -> Tensor:
-        """Samples of each client, int64 ``(clients,)``."""
-        return torch.tensor(self._counts, dtype=torch.int64)
-
-    def add_computed(self, row: int, values: dict[str, Tensor]) -> None:
-        """Add the values ``(1,)`` of a client's torchmetrics objects."""
-        for name, value in values.items():
-            self._computed.setdefault(name, []).append((row, value))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the values of all clients, float64 ``(clients,)``."""
-        for (_, way), results in sorted(self._found.items()):
-            rows, sizes, values = zip(*results, strict=True)
-            reductions = self._log.reductions_of(way)
-            named = zip(reductions, torch.stack(values).unbind(1), strict=True)
-            self.logs.add(dict(named), torch.tensor(sizes), torch.tensor(rows), reductions)
-        for name, each in self._computed.items():
-            some = torch.tensor([row for row, _ in each])
-            joined = torch.cat([value for _, value in each])
-            self.logs.add({name: joined}, torch.ones(len(each)), some)
-        return self.logs.compute()
 
 
 class SequentialEvaluation:
@@ -230,15 +166,15 @@ class SequentialEvaluation:
         def run(number: int, model: Model, batch: Any) -> _Logged:
             self._noted.begin()
             logged = program.evaluation_step(model, work.step, batch, traces.seen(number))[1]
-            given, metrics = dict[str, Tensor](), dict[str, Metric]()
+            given: dict[str, Tensor] = {}
+            values, metrics = sorted_out(None, logged)
             if self._noted.active:
                 program.log.calls, given = self._noted.taken(logged), self._noted.given()
-            else:
-                metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
-            return results.numbers(logged), given, metrics, program.log.way()
+                metrics = {}
+            return values, given, metrics, program.log.way()
 
         traces.enter(settings())
-        results = _Results(len(work.clients), self.settings, program)
+        logs, counts = LogsInTurn(len(work.clients), self.settings.device), [0] * len(work.clients)
 
         def given(row: int) -> Given:
             return Given({name: leaf[row] for name, leaf in work.models.items()})
@@ -249,7 +185,7 @@ class SequentialEvaluation:
         sharing = restoring_once() if known else nullcontext()
         with sharing, torch.no_grad(), program.capturing():
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
-                model, metrics = shared or given(row), dict[str, Metric]()
+                model, metrics, logged = shared or given(row), dict[str, Metric](), LogsOfSteps()
                 for number, batch in minibatches:
                     size = batch_length(batch)
                     with (
@@ -263,18 +199,17 @@ class SequentialEvaluation:
                         program.log.replayed(way)
                         if program.log.calls is not None:
                             own, objects = made(program.log.calls, given_to, self.module)
-                            at = torch.tensor([row])
-                            results.logs.add(own, size, at, program.log.reductions)
+                            values = values | own
                     metrics |= objects
-                    results.add(row, number, size, values, way)
-                if metrics:
-                    with naming_clients(work.step, work.data.names, [client], work.round):
-                        results.add_computed(row, computed_metrics(metrics))
+                    counts[row] += size
+                    logged.add(values, size, None, program.log.reductions)
+                with naming_clients(work.step, work.data.names, [client], work.round):
+                    logs.add(row, logged, computed_metrics(metrics))
                 if on_clients is not None and on_clients([row]) is not False:
                     checks.look_after_hooks(traces)
                     traces.enter(settings())
         # Nothing is predicted here.
-        return Evaluation(results.compute(), results.counts, dict(program.log.options))
+        return Evaluation(logs.compute(), torch.tensor(counts), dict(program.log.options))
 
     def _program(self, work: EvaluationWork, step: _Step) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
@@ -303,7 +238,7 @@ class SequentialEvaluation:
         """
         clients, data, name = work.clients.tolist(), work.data, work.step
         program = self._program(work, step)
-        results = _Results(len(clients), self.settings, program)
+        logs, counts = LogsInTurn(len(clients), self.settings.device), [0] * len(clients)
         predicts = range(len(clients)) if name == "predict_step" else ()
         predictions: list[list[Any]] = [[] for _ in predicts]
         of_all = evaluation_minibatches(data, clients, Limits(1, work.limit), self.settings)
@@ -324,7 +259,7 @@ class SequentialEvaluation:
         with restoring_once(), torch.no_grad(), program.capturing():
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
-                metrics: dict[str, Metric] = {}
+                metrics, of_steps = dict[str, Metric](), LogsOfSteps()
                 for number, batch in minibatches:
                     size = batch_length(batch)
                     with (
@@ -332,19 +267,21 @@ class SequentialEvaluation:
                         naming_clients(name, data.names, [client], work.round),
                     ):
                         out, logged = program.evaluation_step(model, name, batch, number)
+                        values, objects = sorted_out(None, logged)
                     if found is not None:
                         elsewhere |= found.moved
                         moved |= found.moved or found.moved_torch
-                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-                    results.add(row, number, size, results.numbers(logged), program.log.way())
+                    metrics |= objects
+                    counts[row] += size
+                    of_steps.add(values, size, None, program.log.reductions)
                     if name == "predict_step":
                         predictions[row].append(
                             apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
                         )
                 if metrics:
                     put_generators_back()
-                    with naming_clients(name, data.names, [client], work.round):
-                        results.add_computed(row, computed_metrics(metrics))
+                with naming_clients(name, data.names, [client], work.round):
+                    logs.add(row, of_steps, computed_metrics(metrics))
                 if on_clients is not None:
                     moved |= before is not None and writes(before)
                     hooked = on_clients([row]) is not False
@@ -353,4 +290,4 @@ class SequentialEvaluation:
         moved |= before is not None and writes(before)
         self.draws_elsewhere = self._elsewhere[name] = elsewhere
         options = dict(program.log.options)
-        return Evaluation(results.compute(), results.counts, options, predictions), moved
+        return Evaluation(logs.compute(), torch.tensor(counts), options, predictions), moved

@@ -27,9 +27,10 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.client_logs import LOSS, LogsOfSteps
 from lightning_pfl.engine.client_randomness import ClientRandomness, Source
 from lightning_pfl.engine.feature_cache import PrefixCache
-from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
+from lightning_pfl.engine.logs import ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import Featured, samples_of
 from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
 from lightning_pfl.engine.optimizer import (
@@ -109,8 +110,8 @@ class SequentialLocalStep:
         self.random = ClientRandomness(settings, program, whole, work, source, known, watched)
         self.noted = noted
         self.prefix = prefix
-        self.client_logs = ClientLogs(1, settings.device)
-        self.logs: ClientLogs | ListedLogs = self.client_logs
+        self.client_logs = LogsOfSteps()
+        self.logs: LogsOfSteps | ListedLogs = self.client_logs
         self.metrics: dict[str, Metric] = {}
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
@@ -294,12 +295,10 @@ class SequentialLocalStep:
         if not self._logged:
             self._log(*sorted_out(found[0], logged), batch_length(minibatch))
 
-    def _log(
-        self, values: dict[str, Tensor], metrics: dict[str, Metric], size: Tensor | int
-    ) -> None:
+    def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
         self.metrics |= metrics
         calls: Calls | None = self.program.log.calls
-        if calls is not None and isinstance(self.logs, ClientLogs):
+        if calls is not None and isinstance(self.logs, LogsOfSteps):
             values, metrics = made(calls, values, self.parameter_split.module)
             self.metrics |= metrics
         self.logs.add(values, size, None, self.program.log.reductions)
@@ -591,7 +590,7 @@ class SequentialLocalStep:
     def report(self, loss: Tensor, batch: list[tuple[int, Any]]) -> None:
         """Log a loss ``(1,)``, weighted by samples."""
         self.program.log.options.setdefault("train_loss", LogOptions())
-        size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in _plain(batch))])
+        size = sum(batch_length(minibatch) for _, minibatch in _plain(batch))
         self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
 
     def finish(self) -> dict[str, Tensor]:

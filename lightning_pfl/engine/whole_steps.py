@@ -30,7 +30,7 @@ from lightning_pfl.engine.trace import copy, put_back
 from lightning_pfl.methods.base import Method
 
 Logged = list[tuple[Any, ...]]
-"""What a step logs: arguments of :meth:`~lightning_pfl.engine.logs.ClientLogs.add`."""
+"""What a step logs: arguments of :meth:`~lightning_pfl.engine.client_logs.ClientLogs.add`."""
 log = logging.getLogger(__name__)
 
 

@@ -45,7 +45,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.core.sums import sum_above
 from lightning_pfl.core.tree import Path, Tree, items, leaf_at, map_items, rows, tmap
-from lightning_pfl.engine.logs import LOSS
+from lightning_pfl.engine.client_logs import LOSS
 from lightning_pfl.federation.presence import Presence
 
 BLOCK = 2**26

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pfl.engine.logs import (
+from lightning_pfl.engine.client_logs import (
     DEFERRED,
     LOSS,
     ClientLogs,
-    LogsOfEach,
+    LogsInTurn,
+    LogsOfSteps,
     Reduction,
-    loss_of,
 )
 
 CLIENTS, BATCHES = 3, DEFERRED + 50
@@ -172,16 +172,16 @@ def test_values_can_follow_a_reading() -> None:
 # --- clients one after another ---
 
 
-def client(values: list[float], sizes: list[int], name: str = "x", **reduction: Any) -> ClientLogs:
-    logs = ClientLogs(1, torch.device("cpu"))
+def client(values: list[float], sizes: list[int], name: str = "x", **reduction: Any) -> LogsOfSteps:
+    logs = LogsOfSteps()
     reductions = {name: Reduction(**reduction)} if reduction else None
     for value, size in zip(values, sizes, strict=True):
         logs.add({name: torch.tensor([value])}, size, None, reductions)
     return logs
 
 
-def of_each(clients: list[ClientLogs]) -> LogsOfEach:
-    found = LogsOfEach(len(clients), torch.device("cpu"))
+def of_each(clients: list[LogsOfSteps]) -> LogsInTurn:
+    found = LogsInTurn(len(clients), torch.device("cpu"))
     for row, logs in enumerate(clients):
         found.add(row, logs)
     return found
@@ -195,7 +195,7 @@ def numbers(generator: random.Random, count: int) -> tuple[list[float], list[int
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_each_client_has_the_mean_of_its_own_values(most: int, monkeypatch: Any) -> None:
     """To the last bit of sums in order, whoever else logs, and however many are summed at once."""
-    monkeypatch.setattr("lightning_pfl.engine.logs.OF_EACH", most)
+    monkeypatch.setattr("lightning_pfl.engine.client_logs.IN_TURN", most)
     generator = random.Random(0)
     given = [numbers(generator, count) for count in (3, 1, 12, 5)]
     found = of_each([client(*each) for each in given]).compute()["x"].tolist()
@@ -209,7 +209,7 @@ def test_each_client_has_the_mean_of_its_own_values(most: int, monkeypatch: Any)
 def test_clients_that_log_otherwise_are_among_them() -> None:
     """By a weight, by a sum, under other names, more than are queued, and nothing."""
     many = [1.0, 3.0] * (DEFERRED // 2 + 1)
-    silent = ClientLogs(1, torch.device("cpu"))
+    silent = LogsOfSteps()
     each = [
         client([1.0, 4.0], [1, 2]),
         client([1.0, 4.0], [5, 5], weight=2.0),
@@ -239,4 +239,39 @@ def test_losses_of_each_client() -> None:
     assert losses.isinf().tolist() == [False, True, False]
     assert losses.isnan().tolist() == [False, False, True]
     for logs, loss in zip(each, losses, strict=True):
-        assert torch.equal(loss_of(logs).nan_to_num(-1), loss.view(1).nan_to_num(-1))
+        assert torch.equal(
+            logs.loss(torch.device("cpu")).nan_to_num(-1), loss.view(1).nan_to_num(-1)
+        )
+
+
+def test_smallest_and_largest_of_each_client() -> None:
+    """One that isn't a number stays, as clients' minima do that are taken side by side."""
+    given = [[3.0, 1.0, 2.0], [5.0], [1.0, torch.nan, 0.0]]
+    for kind, expected in (("min", [1.0, 5.0]), ("max", [3.0, 5.0])):
+        each = [client(values, [4] * len(values), kind=kind) for values in given]
+        found = of_each(each).compute()["x"]
+        assert found[:2].tolist() == expected
+        assert found[2].isnan()
+
+
+@pytest.mark.parametrize("most", [1, 4, 1000])
+def test_weights_that_change_leave_the_order(most: int, monkeypatch: Any) -> None:
+    """A client's sum has its own order, also where another weights its values in another one."""
+    monkeypatch.setattr("lightning_pfl.engine.client_logs.IN_TURN", most)
+    generator = random.Random(1)
+    given = [numbers(generator, 9) for _ in range(3)]
+    each = []
+    for turn, (values, sizes) in enumerate(given):
+        logs = LogsOfSteps()
+        for at, (value, size) in enumerate(zip(values, sizes, strict=True)):
+            weight = None if (at + turn) % 2 else 0.3
+            logs.add({"x": torch.tensor([value])}, size, None, {"x": Reduction(weight=weight)})
+        each.append(logs)
+    for turn, ((values, sizes), mean) in enumerate(
+        zip(given, of_each(each).compute()["x"].tolist(), strict=True)
+    ):
+        total = weights = 0.0
+        for at, (value, size) in enumerate(zip(values, sizes, strict=True)):
+            weight = size if (at + turn) % 2 else 0.3
+            total, weights = total + value * weight, weights + weight
+        assert mean == total / weights

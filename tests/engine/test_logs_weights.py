@@ -15,7 +15,8 @@ from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
-from lightning_pfl.engine.logs import ClientLogs, LogCapture, Reduction
+from lightning_pfl.engine.client_logs import ClientLogs, Reduction
+from lightning_pfl.engine.logs import LogCapture
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg

@@ -17,7 +17,8 @@ from lightning_pfl.core.tree import Tree, is_expanded, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import LocalWork, begin, end, require_same_entries
-from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
+from lightning_pfl.engine.client_logs import LOSS, ClientLogs
+from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, options_of, rates_of
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws

@@ -18,9 +18,9 @@ from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.client_logs import ClientLogs
 from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.kernels import FastKernels
-from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.global_rng import Elsewhere
 from lightning_pfl.engine.safety.guard import guarded

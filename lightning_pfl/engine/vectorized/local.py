@@ -17,8 +17,9 @@ from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.client_logs import LOSS, ClientLogs
 from lightning_pfl.engine.feature_cache import PrefixCache
-from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
+from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.terms import Term, split_terms
