@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.kernels import FastKernels, LargeProducts
+from lightning_pfl.engine.kernels import FastKernels, LargePooling, LargeProducts
 from lightning_pfl.engine.recording import Recorder
 
 CLIENTS = 3
@@ -289,6 +290,114 @@ def test_batch_norm_of_short_numbers_with_statistics_in_single(training: bool) -
     torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=2.0**-7)
     torch.testing.assert_close(mean, expected_mean)
     torch.testing.assert_close(var, expected_var)
+
+
+# --- which operators are looked at ---
+
+
+class Attention(nn.Module):
+    """Attention, whose products are within one function, and a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.w = nn.Parameter(torch.randn(64, 5) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), -1, 64)
+        mixed: Tensor = self.mixed(x, x, x)[0]
+        return torch.cat([mixed.relu() @ self.w, x[..., :5]], 1).mean(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(64, 96, batch_first=True), nn.Linear(96, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cells(x.view(len(x), -1, 64))[0][:, -1])
+        return out
+
+
+class OwnGradient(torch.autograd.Function):
+    """A product whose gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(256, 128) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = OwnGradient.apply(x, self.w)
+        return out
+
+
+def dense(*sizes: int) -> nn.Module:
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def pictures() -> nn.Module:
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)
+    return nn.Sequential(nn.Unflatten(1, (1, 16, 16)), *layers, nn.Flatten(), nn.Linear(200, 5))
+
+
+STEPS: dict[str, Callable[[], nn.Module]] = {
+    "narrow": lambda: dense(256, 16, 5),
+    "wide": lambda: dense(256, 200, 5),
+    "the last layer": lambda: dense(256, 16, 1024),
+    "attention": Attention,
+    "LSTM": Recurrent,
+    "own gradient": OfItsOwn,
+    "pictures": pictures,
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
+def test_steps_have_the_bits_of_looking_at_every_operator(
+    make: Callable[[], nn.Module], last: bool
+) -> None:
+    """In steps with a branch and a mask, which aren't replayed."""
+    torch.manual_seed(0)
+    network, x, y = make(), torch.randn(100, 256), torch.randint(5, (100,))
+
+    def step(*modes: Any) -> tuple[Tensor, ...]:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            losses = F.cross_entropy(network(x), y, reduction="none")
+            kept = losses[losses > losses.median()]
+            loss = kept.mean() if kept.mean() > 0 else kept.sum()
+            loss.backward()
+        leaves = [leaf.grad for leaf in network.parameters() if leaf.grad is not None]
+        network.zero_grad()
+        return loss.detach(), *leaves
+
+    found, want = step(kernels.alone(last)), step(LargePooling(), LargeProducts(last))
+    assert len(found) == len(want) > 1
+    assert all(map(torch.equal, found, want))
+
+
+def test_operators_of_small_steps_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Mock(side_effect=lambda self, func, types, args=(), kwargs=None: func(*args, **kwargs))
+    monkeypatch.setattr(LargeProducts, "__torch_dispatch__", lambda *args: seen(*args))
+    for hidden, looks in ((16, False), (200, True)):
+        network, x, y = dense(256, hidden, 5), torch.randn(100, 256), torch.arange(100) % 5
+        with kernels.alone():
+            F.cross_entropy(network(x), y).backward()
+        assert bool(seen.call_count) is looks
 
 
 # --- large pictures of one client ---
