@@ -53,31 +53,27 @@ class Registers:
         self._expanded = expanded
         self._registers: dict[Any, Tensor] = {}
         self._layouts: dict[Any, Layout] = {}
-        self._described: dict[Any, Layout] = {}
 
     def layout_of(self, state: Tree) -> Layout:
         """Return the layout of a state, with registers for its leaves."""
         leaves: list[Tensor] = []
-        key = describe(state, leaves), tuple([leaf.device for leaf in leaves])
-        found = self._described.get(key)
+        # The structure has what isn't a tensor, too, such as an optimizer's momentum of None.
+        structure = flatten(state, leaves)
+        kinds = tuple([(one.shape, one.dtype, one.device, self.is_shared(one)) for one in leaves])
+        found = self._layouts.get((structure, kinds))
         if found is None:
-            found = self._described[key] = self._find_layout(state)
+            paths = [path for path, _ in tensors_of(state)]
+            each = zip(paths, kinds, leaves, strict=True)
+            registers = [self._register(path, kind, leaf) for path, kind, leaf in each]
+            tree, memory = rebuild(state, iter(registers)), frozenset(map(memory_of, registers))
+            found = Layout(len(self._layouts), tree, registers, paths, memory)
+            self._layouts[structure, kinds] = found
         return found
 
-    def _find_layout(self, state: Tree) -> Layout:
-        paths, registers = [], []
-        for path, leaf in tensors_of(state):
-            key = path, leaf.shape, leaf.dtype, leaf.device, self.is_shared(leaf)
-            if key not in self._registers:
-                self._registers[key] = register_for(leaf, self.is_shared(leaf))
-            paths.append(path)
-            registers.append(self._registers[key])
-        # With what isn't a tensor, such as an optimizer's momentum of None.
-        known = flatten(state, []), *map(id, registers)
-        if known not in self._layouts:
-            tree, memory = rebuild(state, iter(registers)), frozenset(map(memory_of, registers))
-            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths, memory)
-        return self._layouts[known]
+    def _register(self, path: Path, kind: tuple[Any, ...], leaf: Tensor) -> Tensor:
+        if (path, kind) not in self._registers:
+            self._registers[path, kind] = register_for(leaf, self.is_shared(leaf))
+        return self._registers[path, kind]
 
     def is_shared(self, leaf: Tensor) -> bool:
         """Whether clients share a leaf, and so its register."""
