@@ -4,7 +4,9 @@ To get each sample by itself and stack them takes as long as a small step. Where
 a data set gets a sample is known (``known_items.py``), and a sample that it has got is made of the
 rows of its tensors at that position, these rows make the sample whenever it is asked for, whatever
 they hold by then. Minibatches are such samples, stacked by ``default_collate`` or by a function of
-the user's that does nothing else (``stacking.py``).
+the user's that does nothing else (``stacking.py``). Where code is known and makes other samples or
+minibatches, they are read without the DataLoader, whose own steps take as long as small ones do,
+and no generators are seeded but torch's.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Source:
         dataset: The data set.
 
     Attributes:
-        differs: Whether it was found that samples aren't rows, or may not be any more.
+        known: Whether the code by which it gets a sample, and what that reads, are what they were.
+        differs: Whether it was found that samples aren't rows.
         form: A sample's structure with the names of the tensors of which it has rows, once known.
         stackings: Functions that make minibatches, as far as they are known.
 
@@ -64,7 +67,7 @@ class Source:
             found = {name: value for name, value in held.items() if name in names}
         self._kind, self._held = type(dataset), [(n, held.get(n, _ABSENT)) for n in names]
         every = [one for one in found.values() if isinstance(one, Tensor)]
-        self.differs = any(one.is_inference() for one in every)
+        self.known, self.differs = True, any(one.is_inference() for one in every)
         # By these, code may choose rows.
         self._versions = [(one, one._version) for one in every if not self.differs]
         self._tensors = {name: _Tensor(one) for name, one in found.items() if _has_rows(one)}
@@ -73,14 +76,17 @@ class Source:
         self._seen = bytearray(max((len(one.tensor) for one in self._tensors.values()), default=0))
 
     def holds(self, dataset: Any) -> bool:
-        """Whether samples that were found to be rows still are; whatever these hold by now."""
-        if not self.differs:
+        """Whether samples are got by the code that was read, and from the same tensors.
+
+        Samples that were found to be rows still are then, whatever these hold by now.
+        """
+        if self.known:
             now = vars(dataset)
             same = all(now.get(name, _ABSENT) is value for name, value in self._held)
             same = same and all(one._version == version for one, version in self._versions)
             same = same and type(dataset) is self._kind and is_still(self._read)
-            self.differs = not same
-        return not self.differs
+            self.known = same
+        return self.known
 
     def gathered(self, positions: list[int], form: Any) -> Any:
         """Return a minibatch of samples that were found to be rows; None if one wasn't.
@@ -177,26 +183,31 @@ class Rows:
         return collate is self._stacking.function
 
     def hold(self) -> bool:
-        """Whether samples that were found to be rows still are, and are still stacked."""
+        """Whether samples and minibatches are made by the code that was read."""
         return self._source.holds(self._dataset) and self._stacking.holds()
 
     def gathered(self, positions: list[int]) -> Any:
         """Return a minibatch of rows; None where it has to be read."""
-        form = self._stacking.form(len(positions)) if self.hold() else None
+        if self._source.differs or self._stacking.differs or not self.hold():
+            return None
+        form = self._stacking.form(len(positions))
         return None if form is None else self._source.gathered(self._inner(positions), form)
 
     def read(self, positions: list[int]) -> Any:
         """Return a minibatch as a DataLoader does, and note whether it is one of rows."""
-        source, positions = self._source, self._inner(positions)
+        source, stacking = self._source, self._stacking
+        positions = self._inner(positions)
+        if source.differs or stacking.differs or not self.hold():
+            return stacking.function([self._dataset[position] for position in positions])
         before, drawn = States(torch_alone=True), Elsewhere()
         samples = [self._dataset[position] for position in positions]
         before.compare(drawn)
-        source.differs = source.differs or drawn.moved_torch
-        if self.hold():
+        source.differs = drawn.moved_torch
+        if self.hold() and not source.differs:
             source.note(positions, samples)
-        if source.differs or self._stacking.differs or not samples:
-            return self._stacking.function(samples)
-        return self._stacking.note(samples, source.form)
+        if source.differs or not (samples and self.hold()):
+            return stacking.function(samples)
+        return stacking.note(samples, source.form)
 
     def _inner(self, positions: list[int]) -> list[int]:
         for subset in self._subsets:
@@ -314,7 +325,7 @@ _LOADERS: WeakKeyDictionary[DataLoader[Any], tuple[Rows, Orders] | None] = WeakK
 
 
 def row_epoch(loader: DataLoader[Any], count: int) -> RowEpoch | None:
-    """Return the first minibatches of an epoch of a loader, if its samples may be rows."""
+    """Return the first minibatches of an epoch of a loader, if code that is known makes them."""
     if not _is_plain(loader):
         return None
     found = _LOADERS.get(loader)

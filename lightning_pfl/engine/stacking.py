@@ -26,21 +26,22 @@ class Stacking:
         function: The function, such as ``default_collate``.
 
     Attributes:
-        differs: Whether it was found that it does anything else, or may by now.
+        known: Whether its code, and what that reads, are what they were.
+        differs: Whether it was found that it does anything else.
 
     Raises:
         UnknownCodeError: If its code isn't known.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
-        self.function, self.differs = function, False
+        self.function, self.known, self.differs = function, True, False
         self._read: Read = {} if function is default_collate else read_by_collate(function)
         self._forms: dict[int, Any] = {}
 
     def holds(self) -> bool:
-        """Whether it still does what it was seen to do."""
-        self.differs = self.differs or not is_still(self._read)
-        return not self.differs
+        """Whether its code, and what that reads, are what they were."""
+        self.known = self.known and is_still(self._read)
+        return self.known
 
     def form(self, samples: int) -> Any:
         """Return the structure of a minibatch with the names of its parts; None if unknown."""

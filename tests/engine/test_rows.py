@@ -24,6 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_pfl.core.randomness import seeded as seeded_by
 from lightning_pfl.engine import minibatches, rows
 from lightning_pfl.engine.minibatches import fetch
 
@@ -757,3 +758,73 @@ def test_what_changes_is_seen(
 
 LABEL, GETITEM = label, Pairs.__getitem__
 PART, COLUMNS = part, columns.__code__
+
+
+# --- samples that are no rows, by code that is known ----------------------------------------------
+
+
+class Scaled(Pairs):
+    """Samples that are computed, and read what callbacks set."""
+
+    def __getitem__(self, position: int) -> Any:
+        image = self.x[position] * 2
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, int(self.y[position])
+
+
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [
+        *((own(kind), True) for kind in (Scaled, Noisy, Reversed, Numbers, Parts)),
+        *((by(function), True) for function in (noisy, labels_as_numbers, twice)),
+        *((make, False) for make in (own(FromNumPy), own(Counting), by(noisy_by_numpy))),
+    ],
+)
+def test_known_samples_are_read_without_the_loader(
+    make: Any, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which costs as much as to read them. Only torch's generators are seeded for these."""
+    seeded = list[bool]()
+    usual = seeded_by
+
+    def noting(key: int | None, everything: bool = False) -> Any:
+        seeded.append(everything)
+        return usual(key, everything)
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(minibatches, "seeded", noting)
+    loader = make()
+    monkeypatch.setattr(type(loader), "__iter__", counting_of(loader, type(loader).__iter__))
+    for epoch in range(2):
+        assert len(list(fetch(loader, epoch, len(loader), "a"))) == len(loader)
+    assert len(seeded) == 2 * len(loader)
+    assert any(seeded) != known
+    assert vars(loader).get("begun", 0) == (0 if known else 2)
+
+
+def counting_of(loader: Any, begin: Any) -> Any:
+    def counting(self: Any) -> Any:
+        if self is loader:
+            vars(self)["begun"] = vars(self).get("begun", 0) + 1
+        return begin(self)
+
+    return counting
+
+
+def add_noise(image: Tensor) -> Tensor:
+    return image + float(np.random.rand()) + random.random()
+
+
+@pytest.mark.parametrize("within", [None, 0])
+def test_all_generators_are_seeded_once_code_has_changed(
+    within: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(loader: Any) -> None:
+        data_of(loader).transform = add_noise
+
+    found, count = epochs(own(Scaled), monkeypatch, True, change, within)
+    assert count == 0
+    assert_same(found, epochs(own(Scaled), monkeypatch, False, change, within)[0])
+    with pytest.raises(AssertionError):
+        assert_same(found, epochs(own(Scaled), monkeypatch, False)[0])
