@@ -12,8 +12,11 @@ from lightning_pfl.metrics.summary import LEFT_OUT, STANDARD_ERROR, STATISTICS
 
 AT_END = ("last10/", "best/")
 """Prefixes of the values in a run's summary."""
-_ERRORS = "error errors err eer mse rmse msle rmsle mae mape smape wer cer ter mer brier ece fid"
-_LOSSES = "loss losses nll bce ce kl divergence ppl perplexity bpb bpc"
+_ERRORS = """
+error errors err eer mse rmse nmse nrmse msle rmsle mae mape smape wmape mase medae wer cer ter mer
+fpr fnr brier ece fid
+"""
+_LOSSES = "loss losses nll bce ce kl kld divergence ppl perplexity bpb bpc crps huber pinball"
 LOWER_IS_BETTER = frozenset(f"{_ERRORS} {_LOSSES}".split())
 """Names, or parts of names, of values for which smaller is better."""
 

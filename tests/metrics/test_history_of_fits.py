@@ -67,7 +67,7 @@ def test_a_stop_iteration_is_an_error_and_no_end(hook: str) -> None:
 
 ERRORS = (
     "val_mse val/rmse valMSE val_error top1_err val_ppl val_perplexity cer val_nll WER val_mae/std",
-    "global/val_mae hingeLoss val_losses MSE_val",
+    "global/val_mae hingeLoss val_losses MSE_val val_nrmse val_crps huber fpr",
 )
 
 
