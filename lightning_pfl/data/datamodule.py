@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -183,12 +183,14 @@ class FederatedDataModule(L.LightningDataModule):
 
         Raises:
             MisconfigurationException: If the Trainer has another strategy than a federated one.
+            ValueError: If the source has no label for each sample.
         """
         if self.trainer is not None:
             require_federated(self.trainer.strategy, self)
         if self._splits:
             return
         arrays = self.source.load()
+        _require_labels(arrays, type(self.source).__name__)
         partition = self._choose_partition(arrays)
         keys = partition.keys(arrays.labels, arrays.columns)
         who, wanted = type(partition).__name__, self.clients_wanted
@@ -460,6 +462,16 @@ def _require_source(source: Any) -> Source:
             "a class of lightning_pfl.data such as Digits(), or of your subclass of Source."
         )
     return source
+
+
+def _require_labels(arrays: SourceData, source: str) -> None:
+    samples = len(arrays.fields[0])
+    if not isinstance(arrays.labels, Sized) or len(arrays.labels) != samples:
+        raise ValueError(
+            f"Expected {source} to have a label for each of {samples} samples, as partitions split "
+            f"by them, but got labels={arrays.labels!r}. Give classes, or for regression the "
+            "targets."
+        )
 
 
 def _check_settings(

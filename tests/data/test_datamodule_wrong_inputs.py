@@ -28,10 +28,20 @@ from lightning_pfl.data import (
     Partition,
     QuadraticClients,
     QuantitySkew,
+    Source,
+    SourceData,
 )
 
 X, Y = torch.zeros(10, 3), torch.arange(10)
 LABELS = np.arange(100) % 10
+
+
+def labelled(labels: Any) -> None:
+    class Labelled(Source):
+        def load(self) -> SourceData:
+            return SourceData((torch.zeros(3, 1), torch.zeros(3)), labels)
+
+    FederatedDataModule(Labelled(), num_clients=1).setup()
 
 
 def split(partition: Partition, clients: Any = 5, labels: Any = LABELS) -> Any:
@@ -348,6 +358,9 @@ CASES: dict[str, Case] = {
         ValueError,
         "samples_per_client=-1",
     ),
+    # Sources of one's own
+    "no labels": (lambda: labelled(None), ValueError, "3 samples.*labels=None.*targets"),
+    "a label too few": (lambda: labelled(np.zeros(2)), ValueError, "Labelled .* 3 samples"),
     # Synthetic sources
     "clients of different number": (
         lambda: QuadraticClients((1.0, 2.0), (0.0,)),
