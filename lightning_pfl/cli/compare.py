@@ -33,7 +33,8 @@ def compare_parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="a run's folder, a folder above runs, or a glob")
-    add("--metric", help="the validation value to compare, such as val_acc (default: the first)")
+    default = "the first that is neither a loss nor an error"
+    add("--metric", help=f"the validation value to compare, such as val_acc (default: {default})")
     add("--rounds", type=int, help="compare after this many rounds (default: finished runs)")
     add(
         "--baselines",

@@ -34,7 +34,8 @@ def sweep_parser() -> ArgumentParser:
     add("--vary_data_seed", action="store_true", help="split the data by the same seeds, too")
     add("--workers", type=int, default=1, help="runs at a time (default: 1)")
     add("--folder", type=Path, help="where the runs log (default: logs/sweep/NAME of the recipe)")
-    add("--metric", help="the validation value to choose by (default: the first)")
+    default = "the first that is neither a loss nor an error"
+    add("--metric", help=f"the validation value to choose by (default: {default})")
     add("--dry_run", action="store_true", help="print the runs and start none")
     return parser
 
