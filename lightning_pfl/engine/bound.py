@@ -53,8 +53,9 @@ class BoundModule:
     def keep(self, model: Model) -> None:
         """Copy what a step has assigned, and not written in place, to the client's model."""
         for name in self._changing.intersection(model):
-            kept, now = model[name][0], self._now(name)
-            if now.data_ptr() != kept.data_ptr():
+            now = self._now(name)
+            if now.data_ptr() != model[name].data_ptr():  # where its one row begins, too
+                kept = model[name][0]
                 kept.copy_(now)
                 self._put(name, kept)
 

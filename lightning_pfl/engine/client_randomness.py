@@ -64,7 +64,7 @@ class ClientRandomness:
         self.moved = False
         self.draws_elsewhere: bool | None = None
         self._phase = 0
-        self._rows: dict[int, tuple[list[int], Sequence[Tensor]]] = {}
+        self._rows: dict[int, Sequence[Tensor]] = {}
         self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         # Of a whole step: by the minibatch's number its key, on the host and among the arguments.
         self._whole_keys: dict[int, tuple[int, Tensor]] = {}
@@ -85,15 +85,14 @@ class ClientRandomness:
 
     def key(self, number: int) -> Tensor:
         """Return the key of a step on the device, ``(1,)``."""
-        return self._key(number)[1][:1]
+        return self._key(number)[:1]
 
-    def _key(self, number: int) -> tuple[int, Tensor]:
-        """Return a minibatch's key on the host, and on the device for draws."""
+    def _key(self, number: int) -> Tensor:
+        """Return a minibatch's key on the device for draws."""
         block, within = divmod(number, ROWS)
         if block not in self._rows:
-            self._rows = {block: self._made(range(block * ROWS, (block + 1) * ROWS))}
-        seeds, rows = self._rows[block]
-        return seeds[within], rows[within]
+            self._rows = {block: self._made(range(block * ROWS, (block + 1) * ROWS))[1]}
+        return self._rows[block][within]
 
     def _made(self, numbers: range) -> tuple[list[int], Sequence[Tensor]]:
         seeds = [mix_number(self._first + number) for number in numbers]
@@ -131,12 +130,15 @@ class ClientRandomness:
         return self.program.drawing_by_name() if self.source == "names" else nullcontext()
 
     @contextmanager
-    def of(self, number: int, plain: bool = False) -> Iterator[Tensor | None]:
+    def of(
+        self, number: int, plain: bool = False, seeds_alone: bool = False
+    ) -> Iterator[Tensor | None]:
         """Yield a minibatch's key for random functions, and seed the global generators by it.
 
         Args:
             number: The minibatch's number.
             plain: Whether nothing runs but the module's step.
+            seeds_alone: Whether random functions draw from these generators, without a key.
         """
         if not self.keyed:
             yield None
@@ -146,18 +148,19 @@ class ClientRandomness:
             self.whole.seed(key, seed)
             yield key
             return
-        seed, key = self._key(number)
+        drawn = None if seeds_alone else self._key(number)
         if self.source != "seeds":
-            yield key
+            yield drawn
             return
+        seed = mix_number(self._first + number)
         plain = plain and self.program.augment is None and self.program.hooks is None
         torch_alone = plain and self.known
         if not self.watched:
             with seeded(seed & (2**63 - 1), everything=not torch_alone):
-                yield key
+                yield drawn
             return
         with watch_global_rng(seed & (2**63 - 1), torch_alone) as found:
-            yield key
+            yield drawn
         self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved
         moved = found.moved or found.moved_torch
         self.moved |= moved

@@ -289,7 +289,7 @@ class SequentialLocalStep:
         """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
         found: list[Tensor | None] = []
         self.program.log.begin(minibatch)
-        with self._metrics_kept(self._logged), self.random.of(number):
+        with self._metrics_kept(self._logged), self.random.of(number, seeds_alone=True):
             yield self.program.prepared(minibatch), found
         logged = self.program.log.take()
         if not self._logged:

@@ -46,6 +46,9 @@ CALLBACK_STEP_HOOKS = (
 )
 """Hooks of a callback that are called in every step of every client."""
 
+AROUND_MINIBATCH = "on_train_batch_start", "on_train_batch_end"
+"""Hooks of the module that this loop calls; Lightning's parts call the others."""
+
 
 def needs_loop(
     trainer: L.Trainer, module: L.LightningModule, schedulers: Sequence[LRSchedulerConfig]
@@ -161,6 +164,8 @@ class ClientLoop(TrainingEpochLoop):
         self._accumulating = self._applied = False
         self._slots: dict[str, list[Any]] = {}
         self._furthest: tuple[int, Any] = 0, None
+        self._overridden: list[str] = []
+        self._read: tuple[Any, bool] | None = None
 
     # --- a client ---
 
@@ -201,6 +206,7 @@ class ClientLoop(TrainingEpochLoop):
                 LightningOptimizer._to_lightning_optimizer(one, strategy)
                 for one in self.client_optimizers
             ]
+        self._overridden = overridden(self.module, AROUND_MINIBATCH)
         self.val_loop, self._results = fit.epoch_loop.val_loop, fit.epoch_loop._results
         for counter in optimizer_steps(self):
             counter.total.ready = counter.total.completed = self.steps_before
@@ -336,8 +342,22 @@ class ClientLoop(TrainingEpochLoop):
             )
         return self._build_kwargs(OrderedDict(), batch, number)
 
+    def _build_kwargs(
+        self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int
+    ) -> OrderedDict[str, Any]:
+        """Collect the arguments of ``training_step``, whose signature is read once."""
+        step: Any = self.module.training_step
+        function = getattr(step, "__func__", step)
+        if self._read is None or self._read[0] is not function:
+            found = super()._build_kwargs(OrderedDict(), batch, batch_idx)
+            self._read = function, "batch_idx" in found
+        kwargs["batch"] = batch
+        if self._read[1]:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
+
     def _hook(self, name: str, *args: Any) -> Any:
-        return call_module_hook(self.trainer, name, *args)
+        return call_module_hook(self.trainer, name, *args) if name in self._overridden else None
 
     # --- from round to round ---
 

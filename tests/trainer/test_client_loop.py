@@ -429,6 +429,31 @@ def test_noise_of_hooks_follows_from_the_minibatch_and_leaves_generators_alone()
     assert not torch.equal(found[0], found[2])
 
 
+class Replacing(L.Callback):
+    """Gives the module another step, and a hook more, after the first round."""
+
+    def __init__(self) -> None:
+        self.called = list[str]()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            first = module.training_step
+
+            def step(batch: Any) -> Any:
+                self.called.append("step")
+                return first(batch, 0)
+
+            module.training_step = step
+            module.on_train_batch_end = lambda *_: self.called.append("end")
+
+
+def test_steps_and_hooks_that_come_later_are_called() -> None:
+    """A round of one client has three minibatches."""
+    replacing = Replacing()
+    fit(Clipped(), 3, FedAvg(), callbacks=[replacing])
+    assert replacing.called == ["step", "end"] * 6
+
+
 def test_the_module_is_the_users_again_after_a_step() -> None:
     module = Clipped()
     own = {name: leaf.data_ptr() for name, leaf in module.named_parameters()}
