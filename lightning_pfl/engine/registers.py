@@ -121,6 +121,9 @@ class StepsInPlace(Repeated[Recorded]):
             key = self._context, kind, self._layout.number, describe(minibatches, leaves)
         except TypeError:  # a minibatch with an object of the user's
             return self._really(function, minibatches)
+        # Operators in place, as replays call them, don't differentiate.
+        if any(leaf.requires_grad for leaf in leaves):
+            return self._really(function, minibatches)
         return self._take(key, function, minibatches, leaves)
 
     def state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:

@@ -97,9 +97,10 @@ class _Stacks(OperatorMode):
         """Return the structure of a minibatch, with the names of the stacked parts.
 
         Raises:
-            LookupError: If it has anything else, or twice the same, which isn't two tensors.
+            LookupError: If it has anything else, or twice the same, which isn't two tensors, or a
+                tensor of which gradients are asked for.
         """
-        if not self._alone:
+        if not self._alone or any(tensor.requires_grad for tensor, _ in self._made):
             raise LookupError
         left = {id(tensor): name for tensor, name in self._made}
         return _form(batch, left)

@@ -474,6 +474,10 @@ def written_to(samples: Any) -> Any:
     return part(samples, 0)
 
 
+def with_gradients(samples: Any) -> Any:
+    return part(samples, 0).requires_grad_()
+
+
 def the_first(samples: Any) -> Any:
     return samples[0]
 
@@ -499,7 +503,7 @@ READ: dict[str, Callable[[], DataLoader[Any]]] = {
     for function in (
         *(noisy, noisy_by_numpy, labels_as_numbers, sorted_by_labels, chosen_by_numbers, scaled),
         *(twice, counted, text, without_the_first, along_the_last, mixed, written_to, the_first),
-        around,
+        *(around, with_gradients),
     )
 } | {
     "partial": by(partial(part, at=0)),
@@ -612,6 +616,7 @@ def assert_same(found: Any, expected: Any) -> None:
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype
         assert found.stride() == expected.stride()
+        assert found.requires_grad == expected.requires_grad
         assert torch.equal(found, expected)
     elif isinstance(expected, dict):
         assert list(found) == list(expected)

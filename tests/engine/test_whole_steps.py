@@ -336,6 +336,25 @@ def test_what_is_logged_stays() -> None:
     ]
 
 
+def test_a_step_is_taken_whose_minibatch_asks_for_gradients() -> None:
+    """As one has that a collate function has made so; w_1 = w_0 + d(w_0 x)^2 / dx, and x = 1."""
+    steps = WholeSteps()
+    steps.load(steps.context("any") or 0, {"w": torch.ones(1)})
+
+    def step(state: Tree, given: list[Tensor]) -> tuple[Tree, list[Any]]:
+        w, x = state["w"], given[0]
+        if not x.requires_grad:
+            return {"w": w * 0}, []
+        (gradient,) = torch.autograd.grad((w * x).square().sum(), x)
+        return {"w": w + gradient}, []
+
+    for number in range(4):
+        steps.step(step, [torch.ones(1, requires_grad=True)])
+        assert steps.state()["w"].tolist() == [[3.0], [21.0], [903.0], [1631721.0]][number]
+    steps.step(step, [torch.ones(1)])
+    assert steps.state()["w"].tolist() == [0.0]
+
+
 def test_settings_that_are_new_in_a_round_are_recorded_if_a_step_comes_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
