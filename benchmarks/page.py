@@ -196,11 +196,12 @@ def two_processes(found: Found) -> str:
             *(f"{row[ratio]:.2f}" for ratio in ("wall", "cpu")),
             f"{row['one']:.3f}, {row['several']:.3f}",
             f"{100 * row['waits']:.0f} %",
+            f"{row['best']:.2f}",
         ]
         for key, row in found.get("processes", {}).items()
     ]
     head = ["FedAvg", "by the clock", "by CPU time", "seconds a round, one and two",
-            "in collective calls"]  # fmt: skip
+            "in collective calls", "at best"]  # fmt: skip
     return table(head, rows) if rows else ""
 
 

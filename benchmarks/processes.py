@@ -6,6 +6,9 @@
 Every measurement is a run of its own, and runs of one process and of several alternate. A ratio
 above 1 means that several processes are faster: by the clock, which needs a machine without other
 jobs, and by the processor's time of the busiest process, which doesn't count that it waits.
+
+As many runs of one process at the same time, each with its share of the clients and without the
+others, show what the ratio is at best: nothing is said to another process, and none waits.
 """
 
 import argparse
@@ -39,21 +42,34 @@ SIZES: dict[str, dict[str, Any]] = {
 DEFAULT = ("w1", "w2", "w4")
 
 
-def workload_of(name: str) -> Workload:
-    """Return a workload of the table with the clients of a whole experiment."""
-    return replace(WORKLOADS[name], **SIZES.get(name, {}))
+def workload_of(name: str, parts: int = 1) -> Workload:
+    """Return a workload of the table with the clients of a whole experiment, or a part of them."""
+    whole = replace(WORKLOADS[name], **SIZES.get(name, {}))
+    return replace(whole, clients=whole.clients // parts, cohort=whole.cohort // parts)
 
 
 class Clock(L.Callback):
     """Times rounds with their evaluation.
 
+    Args:
+        folder: Where a run says that it begins.
+        runs: Runs that begin together.
+
     Attributes:
         rounds: Seconds by the clock, of this process's processor, and in collective calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, runs: int = 1) -> None:
+        self.folder, self.runs = folder, runs
         self.rounds: list[tuple[float, float, float]] = []
         self.waited = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Wait for the other runs."""
+        if self.runs > 1:
+            (self.folder / f"{os.getpid()}.begins").touch()
+            while len([*self.folder.glob("*.begins")]) < self.runs:
+                time.sleep(0.001)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -83,9 +99,18 @@ class Clock(L.Callback):
         self.rounds.append((*took, self.waited))
 
 
-def fit(name: str, method: str, processes: int, rounds: int, folder: Path) -> None:
-    """Run a fit in some processes; each writes its seconds to ``folder/<rank>.json``."""
-    workload, clock = workload_of(name), Clock()
+def fit(name: str, method: str, processes: int, rounds: int, folder: Path, runs: int) -> None:
+    """Run a fit in some processes; each writes its seconds to a file ``folder/*.json``.
+
+    Args:
+        name: The workload.
+        method: The method.
+        processes: The fit's processes.
+        rounds: Rounds that are measured.
+        folder: An empty folder, which the runs that begin together share.
+        runs: How many these are; each has its share of the clients.
+    """
+    workload, clock = workload_of(name, runs), Clock(folder, runs)
     train, test = workload.data()
     L.seed_everything(0, verbose=False)
     strategy = FederatedStrategy(make_method(method, workload), workload.cohort, seed=0)
@@ -98,12 +123,11 @@ def fit(name: str, method: str, processes: int, rounds: int, folder: Path) -> No
     )
     with clock.watching():
         trainer.fit(workload.make(), train_dataloaders=train, val_dataloaders=test)
-    path = folder / f"{trainer.global_rank}.json"
-    path.write_text(json.dumps(clock.rounds[WARM_UP:]))
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(clock.rounds[WARM_UP:]))
 
 
-def measure(name: str, method: str, processes: int, rounds: int) -> dict[str, float]:
-    """Run a fit in new processes; return its seconds a round.
+def measure(name: str, method: str, processes: int, rounds: int, runs: int = 1) -> dict[str, float]:
+    """Run a fit in new processes, or several at the same time; return its seconds a round.
 
     Returns:
         ``wall``: by the clock; ``cpu``: of the busiest process's processor; ``waits``: the fraction
@@ -111,12 +135,16 @@ def measure(name: str, method: str, processes: int, rounds: int) -> dict[str, fl
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with TemporaryDirectory() as folder:
-        words = [name, method, str(processes), str(rounds), folder]
+        words = [name, method, str(processes), str(rounds), folder, str(runs)]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.processes", "--fit", *words]
-        subprocess.run(command, check=True, env={**os.environ, **threads}, stdout=2)
-        found = [
-            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)
+        begun = [
+            subprocess.Popen(command, env={**os.environ, **threads}, stdout=2) for _ in range(runs)
         ]
+        if failed := [code for code in [run.wait() for run in begun] if code]:
+            raise subprocess.CalledProcessError(failed[0], command)
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if len(found) != processes * runs:
+        raise RuntimeError(f"Expected {processes * runs} files of seconds, but got {len(found)}.")
     each = [[median(column) for column in zip(*rounds_of, strict=True)] for rounds_of in found]
     return {
         "wall": max(wall for wall, _, _ in each),
@@ -126,22 +154,25 @@ def measure(name: str, method: str, processes: int, rounds: int) -> dict[str, fl
 
 
 def compare(name: str, method: str, processes: int, rounds: int, turns: int) -> dict[str, float]:
-    """Run fits of one process and of several in turns.
+    """Run fits of one process and of several in turns, and as many fits of a part each.
 
     Returns:
         The ratios ``wall`` and ``cpu`` of the least seconds of each, these seconds by the clock,
-        ``one`` and ``several``, and ``waits`` of :func:`measure`.
+        ``one`` and ``several``, ``waits`` of :func:`measure`, and ``best``, the ratio by the clock
+        of processes that never wait for each other.
     """
-    one, several = [], []
+    kinds = [(1, 1), (processes, 1), (1, processes)]
+    found: list[list[dict[str, float]]] = [[] for _ in kinds]
     for _ in range(turns):
-        one.append(measure(name, method, 1, rounds))
-        several.append(measure(name, method, processes, rounds))
-    least = [{key: min(run[key] for run in runs) for key in runs[0]} for runs in (one, several)]
+        for (count, runs), mine in zip(kinds, found, strict=True):
+            mine.append(measure(name, method, count, rounds, runs))
+    one, several, apart = ({k: min(run[k] for run in mine) for k in mine[0]} for mine in found)
     return {
-        **{key: least[0][key] / least[1][key] for key in ("wall", "cpu")},
-        "one": least[0]["wall"],
-        "several": least[1]["wall"],
-        "waits": least[1]["waits"],
+        **{key: one[key] / several[key] for key in ("wall", "cpu")},
+        "one": one["wall"],
+        "several": several["wall"],
+        "waits": several["waits"],
+        "best": one["wall"] / apart["wall"],
     }
 
 
@@ -149,7 +180,8 @@ def describe(row: dict[str, float]) -> str:
     """Write what :func:`compare` found."""
     return (
         f"{row['wall']:.2f} by the clock, {row['cpu']:.2f} by the processor; {row['one']:.3f} s "
-        f"and {row['several']:.3f} s; {row['waits']:.0%} in collective calls"
+        f"and {row['several']:.3f} s; {row['waits']:.0%} in collective calls; at best "
+        f"{row['best']:.2f}"
     )
 
 
@@ -161,11 +193,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--fit", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--fit", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.fit:
-        name, method, processes, rounds, folder = given.fit
-        fit(name, method, int(processes), int(rounds), Path(folder))
+        name, method, processes, rounds, folder, runs = given.fit
+        fit(name, method, int(processes), int(rounds), Path(folder), int(runs))
         return
     print("workload, method: ratio by the clock, by the processor; seconds of one and of several")
     for name in given.workloads:
