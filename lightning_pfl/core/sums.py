@@ -76,9 +76,7 @@ def _mean(flat: Tensor, weights: Tensor) -> Tensor:
     wide = weights.to(flat.device, torch.float64)
     mean, together = flat.new_empty(flat.shape[1]), _columns_at_once(flat)
     tries = flat.device.type == "cpu" and flat.dtype != torch.float64 and flat.numel() > FEW
-    # Rounding of products and sums, and of the terms of `sum_above` to multiples of a spacing.
-    rounding = (8 * len(flat) + 16) * 2.0**-53 + abs(1 - float(wide.sum())) if tries else 0.0
-    bound = rounding * max(abs(float(end)) for end in flat.aminmax()) if tries else 0.0
+    bound = rounding(len(flat), float(wide.sum())) * largest(flat) if tries else 0.0
     unsure = torch.zeros(flat.shape[1] if tries else 0, dtype=torch.bool)
     # One buffer: a new one for each part costs as much as the arithmetic.
     buffer = wide.new_empty(len(flat) * min(together, flat.shape[1]) if tries else 0)
@@ -89,13 +87,47 @@ def _mean(flat: Tensor, weights: Tensor) -> Tensor:
             out.copy_(_exact_mean(rows, wide))
             continue
         total = wide @ buffer[: rows.numel()].view(rows.shape).copy_(rows)
-        torch.sub(total, bound, out=out)
-        # NaN, of which a bound would be anything, isn't equal to itself.
-        torch.ne(out, total.add_(bound).to(flat.dtype), out=unsure[at])
+        out[:], unsure[at] = rounded(total, bound, flat.dtype)
         tries = 8 * int(unsure[at].count_nonzero()) < len(out)
     if len(doubtful := unsure.nonzero().flatten()):
         mean[doubtful] = _exact_mean(flat.index_select(1, doubtful), wide)
     return mean
+
+
+def largest(leaf: Tensor) -> float:
+    """Return the largest absolute value; NaN if there is one."""
+    low, high = leaf.aminmax()
+    return float(torch.maximum(-low, high))
+
+
+def rounding(count: int, weight: float) -> float:
+    """Bound how far a plain mean in double precision is from that of :func:`sum_above`.
+
+    Args:
+        count: Number of rows, in parts that are summed in any order.
+        weight: The sum of their weights.
+
+    Returns:
+        The bound, for rows within 1 in absolute value.
+    """
+    # Of products and sums, and of the terms of `sum_above` to multiples of a spacing.
+    return (8 * count + 16) * 2.0**-53 + abs(1 - weight)
+
+
+def rounded(total: Tensor, bound: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round means in double precision, and say which may round to another number in truth.
+
+    Args:
+        total: The means, float64, which are changed.
+        bound: How far they may be from the truth.
+        dtype: What they are rounded to.
+
+    Returns:
+        The rounded means, and a mask of the unsure ones.
+    """
+    mean = (total - bound).to(dtype)
+    # NaN, of which a bound would be anything, isn't equal to itself.
+    return mean, mean.ne(total.add_(bound).to(dtype))
 
 
 def _mean_of_two(flat: Tensor) -> Tensor:

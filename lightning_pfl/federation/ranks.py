@@ -43,7 +43,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
-from lightning_pfl.core.sums import sum_above
+from lightning_pfl.core.sums import as_rows, double_sum, largest, rounded, rounding, sum_above
 from lightning_pfl.core.tree import Path, Tree, items, leaf_at, map_items, rows, tmap
 from lightning_pfl.engine.client_logs import LOSS
 from lightning_pfl.federation.presence import Presence
@@ -52,6 +52,8 @@ BLOCK = 2**26
 """Bytes that a process sends at once, if one leaf isn't more."""
 SMALL = 2**13
 """Bytes of an object that processes send in one call."""
+WORTH_A_CALL = 2**17
+"""Entries of all clients' uploads from which plain sums save more than a collective call takes."""
 _AGREEMENTS = count()
 """Numbers of agreements, which processes count alike."""
 SLACK = 0.05
@@ -262,8 +264,79 @@ class RankShard:
         form = self._agree_on_form(tree) if form is None else form
         if form is None:
             return {}
-        device, kinds = self.ranks.device, _kinds(form)
-        mine = {path: leaf_at(tree, path) for path in kinds}
+        kinds = _kinds(form)
+        rows_of = {
+            path: None if (leaf := leaf_at(tree, path)) is None else as_rows(leaf) for path in kinds
+        }
+        means, doubtful = self._plain_means(rows_of, weights, kinds)
+        rest: dict[Path, tuple[Tensor | None, Kind]] = {}
+        for path, kind in kinds.items():
+            columns, flat = kind.numel, rows_of[path]
+            if path in means:
+                at = doubtful[path]
+                columns, flat = len(at), None if flat is None else flat.index_select(1, at)
+            rest[path] = flat, Kind((columns,), kind.dtype)
+        if any(kind.numel for _, kind in rest.values()):
+            for path, exact in self._exact_means(rest, weights).items():
+                if path in means:
+                    means[path][doubtful[path]] = exact
+                else:
+                    means[path] = exact
+        return map_items(
+            lambda path, kind: (
+                means[path].view(kind.shape)
+                if path in means
+                else torch.empty(kind.shape, dtype=kind.dtype, device=self.ranks.device)
+            ),
+            form,
+        )
+
+    def _plain_means(
+        self, rows_of: Mapping[Path, Tensor | None], weights: Tensor, kinds: Mapping[Path, Kind]
+    ) -> tuple[dict[Path, Tensor], dict[Path, Tensor]]:
+        """Average leaves by plain sums, one for all processes, where that takes less time.
+
+        Returns:
+            The means ``(columns,)``, and the columns in which that of exact sums may round to
+            another number: few, so that these take a third of the time and half of the bytes.
+        """
+        device, ranks = self.ranks.device, self.ranks
+        paths = [
+            path
+            for path, kind in kinds.items()
+            if kind.dtype.is_floating_point and kind.dtype != torch.float64
+        ]
+        if device.type != "cpu" or self.total * sum(kinds[p].numel for p in paths) < WORTH_A_CALL:
+            return {}, {}
+        # What a bound of the error needs from each process, in rows that the others leave 0.
+        ends = torch.zeros(ranks.size, 1 + len(paths), dtype=torch.float64)
+        ends[ranks.rank, 0] = weights.double().sum()
+        sums = []
+        for column, path in enumerate(paths, 1):
+            flat = rows_of[path]
+            if flat is None or not flat.numel():
+                sums.append(torch.zeros(kinds[path].numel, dtype=torch.float64))
+                continue
+            ends[ranks.rank, column] = largest(flat)
+            sums.append(double_sum(flat, weights))
+        ends, *sums = ranks.all_reduce([ends, *sums], distributed.ReduceOp.SUM)
+        weight, most = float(ends[:, 0].sum()), ends[:, 1:].amax(0).tolist()
+        means, doubtful = {}, {}
+        for path, total, end in zip(paths, sums, most, strict=True):
+            bound = end * rounding(self.total, weight)
+            means[path], unsure = rounded(total, bound, kinds[path].dtype)
+            doubtful[path] = unsure.nonzero().flatten()
+        return means, doubtful
+
+    def _exact_means(
+        self, leaves: Mapping[Path, tuple[Tensor | None, Kind]], weights: Tensor
+    ) -> dict[Path, Tensor]:
+        """Average rows ``(clients, columns)`` by sums whose bits no order of clients changes.
+
+        Of integers the largest.
+        """
+        device, kinds = self.ranks.device, {path: kind for path, (_, kind) in leaves.items()}
+        mine = {path: flat for path, (flat, _) in leaves.items()}
         floats = [path for path, kind in kinds.items() if kind.dtype.is_floating_point]
         high = {path: _largest(mine[path], kind, device) for path, kind in kinds.items()}
         below = [-_smallest(mine[path], kinds[path], device) for path in floats]
@@ -274,19 +347,17 @@ class RankShard:
         low = {path: -leaf for path, leaf in zip(floats, reduced[len(high) :], strict=True)}
         sums = [
             torch.zeros(kinds[path].shape, dtype=torch.float64, device=device)
-            if (leaf := mine[path]) is None
-            else sum_above(leaf, weights, (low[path], high[path]))[1]
+            if (flat := mine[path]) is None
+            else sum_above(flat, weights, (low[path], high[path]))[1]
             for path in floats
         ]
         total = dict(
             zip(floats, self.ranks.all_reduce(sums, distributed.ReduceOp.SUM), strict=True)
         )
-        return map_items(
-            lambda path, kind: (
-                low[path].double() + total[path] if path in total else high[path]
-            ).to(kind.dtype),
-            form,
-        )
+        return {
+            path: (low[path].double() + total[path] if path in total else high[path]).to(kind.dtype)
+            for path, kind in kinds.items()
+        }
 
     def in_order(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Join what all processes have found for their clients in the order of the list."""
@@ -352,9 +423,14 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """Entries of a row."""
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a row."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 def form_of(tree: Tree) -> Tree:
