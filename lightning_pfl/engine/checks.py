@@ -22,7 +22,9 @@ from lightning_pfl.engine.known_code import (
     UnknownCodeError,
     asks_for_places,
     calls_metrics,
+    numbers_of_trainer,
     read_by_step,
+    reads_epoch,
 )
 from lightning_pfl.engine.recording import BY_VALUE
 from lightning_pfl.engine.trace import Repeated, Same, fingerprint
@@ -110,17 +112,26 @@ class Checks:
         """Whether known steps of this round call torchmetrics objects."""
         return self._read is not None and calls_metrics(self._read)
 
-    def settings(self) -> tuple[Any, ...]:
-        """Return what recordings depend on besides their arguments, as it is now."""
-        return self.placeless, *settings_of(self.module, self._read)
+    def reads_epoch(self) -> bool:
+        """Whether known steps read the number of the round."""
+        return self._read is not None and reads_epoch(self._read)
+
+    def settings(self, any_epoch: bool = False) -> tuple[Any, ...]:
+        """Return what recordings depend on besides their arguments, as it is now.
+
+        Args:
+            any_epoch: As of :func:`settings_of`.
+        """
+        return self.placeless, *settings_of(self.module, self._read, any_epoch)
 
 
-def settings_of(module: nn.Module, read: Read | None) -> tuple[Any, ...]:
+def settings_of(module: nn.Module, read: Read | None, any_epoch: bool = False) -> tuple[Any, ...]:
     """Return what a module's code depends on besides its arguments, as it is now.
 
     Args:
         module: The module.
         read: What the code reads outside of layers; None where it isn't known.
+        any_epoch: Whether to leave out the number of the round, which recordings follow.
     """
     # Tensors that a step makes have the default type.
     return (
@@ -130,6 +141,7 @@ def settings_of(module: nn.Module, read: Read | None) -> tuple[Any, ...]:
             (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
             for (owner, name), value in (read or {}).items()
         ),
+        numbers_of_trainer(module, read or {}, any_epoch),
     )
 
 

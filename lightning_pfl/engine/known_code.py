@@ -21,6 +21,7 @@ import lightning as L
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pfl.engine.epoch import EPOCH
 from lightning_pfl.engine.known_values import HARMLESS, held_by, is_constant
 from lightning_pfl.engine.operators import replaced_functions
 from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of, is_plain
@@ -109,6 +110,10 @@ LAYERS = frozenset(
     }
 )
 """Attributes of all layers and LightningModules that read what recordings know, or a tensor's."""
+OF_TRAINER = frozenset({EPOCH, "max_epochs", "max_steps"})
+"""Numbers of a Trainer that stay while clients train or are evaluated: they change between."""
+MAKES_NUMBERS = frozenset({"int", "float", "str", "range", "round", "divmod"})
+"""Functions of Python that read a number's value."""
 WALKS = frozenset({"children", "named_children", "modules", "named_modules"})
 """Attributes by which code reaches layers without their names."""
 METRICS = "torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.aggregation"
@@ -161,7 +166,7 @@ def is_still(read: Read) -> bool:
 
 def _now(owner: Any, name: str) -> Any:
     """Return what an entry of :data:`Read` would be now."""
-    if owner is Tensor or owner is Metric:
+    if owner in (Tensor, Metric, L.Trainer, L.LightningModule):
         return None
     if isinstance(owner, str):
         return getattr(sys.modules.get(owner), "__dict__", {}).get(name)
@@ -180,6 +185,32 @@ def asks_for_places(read: Read) -> bool:
 def calls_metrics(read: Read) -> bool:
     """Whether code names a torchmetrics object."""
     return any(owner is Metric for owner, _ in read)
+
+
+def numbers_of_trainer(module: nn.Module, read: Read, any_epoch: bool) -> tuple[Any, ...]:
+    """Return the numbers of the Trainer that code reads, as they are now.
+
+    Args:
+        module: The module.
+        read: What its code reads.
+        any_epoch: Whether to leave out that of the round, which recordings follow.
+    """
+    parts = [part for part in module.modules() if isinstance(part, L.LightningModule)]
+    trainer, found = vars(module).get("_trainer"), list[Any]()
+    for owner, name in read:
+        if owner not in (L.LightningModule, L.Trainer):
+            continue
+        for part in parts:
+            # A layer may have another Trainer, or none.
+            known = any_epoch and name == EPOCH and part._trainer is trainer
+            value = getattr(part._trainer, name, None), part._trainer is None
+            found.append((name, known or value))
+    return tuple(found)
+
+
+def reads_epoch(read: Read) -> bool:
+    """Whether code reads the number of the round."""
+    return any((owner, EPOCH) in read for owner in (L.LightningModule, L.Trainer))
 
 
 class CodeReader:
@@ -239,6 +270,16 @@ class CodeReader:
                 self._attribute(called)
         if self._held:
             self._require_unwritten()
+        self._require_arithmetic()
+
+    def _require_arithmetic(self) -> None:
+        """Require that code doesn't compute by Python's functions where it reads the round.
+
+        A recording for each round would take more time than its steps.
+        """
+        for owner, name in self.read if reads_epoch(self.read) else ():
+            if owner == "math" or (isinstance(owner, FunctionType) and name in MAKES_NUMBERS):
+                unknown(f"it reads the epoch, and computes by {name!r}")
 
     def _require_unwritten(self) -> None:
         """Require that code doesn't write to what it reads, nor reads a default of its class."""
@@ -310,6 +351,9 @@ class CodeReader:
         definer = next((kind for kind in type(part).__mro__ if name in vars(kind)), None)
         if definer is None:
             return _has(part, name)
+        if definer is L.LightningModule and name in OF_TRAINER:
+            self.read[definer, name] = None
+            return True
         if definer not in self._kinds and not (name in LAYERS or _is_layer(definer)):
             unknown(f"it reads {name!r} of {definer.__name__}")
         function = vars(definer)[name]
@@ -405,6 +449,8 @@ class CodeReader:
                 at = self._name(function, name, code, at)
             elif kind in ATTRIBUTES and name == "hparams":
                 at = self._hparams(code, at)
+            elif kind in ATTRIBUTES and name == "trainer":
+                at = self._trainer(code, at)
             elif kind in ATTRIBUTES:
                 self._attribute(name)
             elif not kind.startswith(COMPUTING):
@@ -465,6 +511,16 @@ class CodeReader:
         self._hyperparameter(name)
         return at + 1
 
+    def _trainer(self, code: list[tuple[str, Any]], at: int) -> int:
+        """Require ``trainer.name`` to be a number that is known; return the position behind it."""
+        kind, name = code[at] if at < len(code) else ("", "")
+        usual = all(_is_usual_trainer(part, name) for part in self._own)
+        usual &= isinstance(self.module, L.LightningModule)
+        if not (usual and kind in ATTRIBUTES and name in OF_TRAINER):
+            unknown("it reads an attribute 'trainer'")
+        self.read[L.Trainer, name] = None
+        return at + 1
+
 
 def unknown(why: str) -> NoReturn:
     """Refuse code that does something that isn't known."""
@@ -507,6 +563,16 @@ def _is_callable(metric: nn.Module, owner: nn.Module) -> bool:
     usual = issubclass(kind, Metric) and kind.forward is Metric.forward
     kept = not list(metric.children()) and "forward" not in vars(metric)
     return usual and kept and kind.__module__.startswith(METRICS) and not is_torchs(owner)
+
+
+def _is_usual_trainer(part: nn.Module, name: str) -> bool:
+    """Whether a layer's ``trainer`` is Lightning's, with Lightning's attribute of a name."""
+    if not isinstance(part, L.LightningModule):
+        return not _has(part, "trainer")
+    kind = type(part._trainer)
+    plain = part._trainer is None or getattr(kind, name, None) is getattr(L.Trainer, name, None)
+    found = getattr(type(part), "trainer", None)
+    return plain and part._fabric is None and found is L.LightningModule.trainer
 
 
 def _has(part: nn.Module, name: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.tree import Path, Tree, is_expanded, items
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.recording import flatten, rebuild
 from lightning_pfl.engine.trace import Recorded, Repeated, agree, copy, describe
 
@@ -86,15 +87,19 @@ class StepsInPlace(Repeated[Recorded]):
     Args:
         expanded: As of :class:`Registers`.
         around: As of :class:`~lightning_pfl.engine.trace.Repeated`.
+        epoch: As of :class:`~lightning_pfl.engine.trace.Repeated`.
     """
 
     _context: int
     _layout: Layout
 
     def __init__(
-        self, expanded: bool, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        expanded: bool,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        epoch: Epoch | None = None,
     ) -> None:
-        super().__init__(around)
+        super().__init__(around, epoch)
         self._registers = Registers(expanded)
         self._refused: set[int] = set()
 

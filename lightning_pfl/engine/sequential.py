@@ -42,6 +42,7 @@ from lightning_pfl.engine.base import (
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.client_randomness import Source
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
@@ -109,14 +110,15 @@ class SequentialEngine:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.loop, self.record = loop, record
         self._noted = NotedMetrics(module)
-        self.traces = Traces(record, self._noted.alone)
-        self.whole = WholeSteps(around=self._noted.alone)
         self.checks = Checks(module, metrics=makes_calls(settings))
+        epoch = Epoch(module, self.checks.reads_epoch)
+        self.traces = Traces(record, self._noted.alone, epoch)
+        self.whole = WholeSteps(around=self._noted.alone, epoch=epoch)
         self._memory = KeptMemory()
         self.prefix = PrefixCache(parameter_split, record and settings.feature_cache, alone=True)
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
-        self._settings: dict[int, tuple[Any, ...]] = {}
+        self._settings: dict[tuple[int, bool], tuple[Any, ...]] = {}
         self._contexts: dict[tuple[int, bool], tuple[int, dict[str, Tensor]] | None] = {}
         self._joined: dict[int, bool] = {}
         self._active: dict[int, ActivePhase] = {}
@@ -343,7 +345,8 @@ class SequentialEngine:
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
                 (active.trainable, active.phase.name, active.phase.data),
-                (Same(local_step.program), local_step.random.keyed, self.settings_in(number)),
+                (Same(local_step.program), local_step.random.keyed),
+                self.settings_in(number, any_epoch=True),
                 (scheduled, options_of(work.optimizer, lr, rates)),
             )
         )
@@ -368,14 +371,14 @@ class SequentialEngine:
         # The first client shows whether its steps write to attributes.
         recordable = alone and self.deterministic is not None
         recordable &= program.augment is None and program.hooks is None
-        context = (active.trainable, program, self.settings_in(number))
+        context = (active.trainable, program, self.settings_in(number, any_epoch=True))
         self.traces.enter(context if recordable else None)
 
-    def settings_in(self, phase: int) -> tuple[Any, ...]:
+    def settings_in(self, phase: int, any_epoch: bool = False) -> tuple[Any, ...]:
         """Return what steps read of the module in a phase of this round; its modes differ."""
-        if phase not in self._settings:
-            self._settings[phase] = self.checks.settings()
-        return self._settings[phase]
+        if (phase, any_epoch) not in self._settings:
+            self._settings[phase, any_epoch] = self.checks.settings(any_epoch)
+        return self._settings[phase, any_epoch]
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
         if (drew := local_step.random.drew) is not None:

@@ -23,6 +23,7 @@ from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.logs import computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
@@ -118,7 +119,9 @@ class SequentialEvaluation:
     def _step(self, name: str) -> _Step:
         if name not in self._steps:
             checks = Checks(self.module, name, makes_calls(self.settings))
-            self._steps[name] = _Step(checks, Traces(self.record, self._noted.alone))
+            epoch = Epoch(self.module, checks.reads_epoch)
+            traces = Traces(self.record, self._noted.alone, epoch)
+            self._steps[name] = _Step(checks, traces)
         return self._steps[name]
 
     def _is_replayed(self, name: str, step: _Step) -> bool:
@@ -155,7 +158,7 @@ class SequentialEvaluation:
         def settings() -> Any:
             if known and not checks.known:  # a hook has made it so
                 return None
-            return program, work.dataloader_idx, checks.settings()
+            return program, work.dataloader_idx, checks.settings(any_epoch=True)
 
         def drawing(client: int, number: int) -> AbstractContextManager[None]:
             unsure = known and not checks.known

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.core.recent import Recent
+from lightning_pfl.engine.epoch import Epoch, Noted
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.recording import BY_VALUE, KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
@@ -39,6 +40,8 @@ first call: a number or a name that every minibatch has anew would be recorded i
 CONTEXTS = 1024
 """Largest number of settings that are known, of which recordings depend on one each, and of kinds
 of steps whose calls are counted."""
+CHANGES = 4
+"""Recordings of a step that one after another hold in other rounds; then there is one for each."""
 COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 Recorded = TypeVar("Recorded")
 Leaves = list[Tensor]
@@ -122,7 +125,7 @@ def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH
     Args:
         value: The value.
         above: Ids of what holds it, and of what is described elsewhere.
-        depth: How deep contents are followed.
+        depth: How deep contents are any_epoch.
     """
     if isinstance(value, BY_VALUE):
         return value
@@ -198,10 +201,19 @@ def _tree(arg: Any) -> Any:
 
 @dataclass
 class _Kept(Generic[Recorded]):
-    """A recording, and the round in which it was used last."""
+    """A recording.
+
+    Attributes:
+        recorded: It.
+        round: The round in which it was used last.
+        noted: In which rounds it holds; None for all.
+        before: How many there were before it, each for other rounds.
+    """
 
     recorded: Recorded
     round: int
+    noted: Noted | None = None
+    before: int = 0
 
 
 class Repeated(ABC, Generic[Recorded]):
@@ -213,6 +225,7 @@ class Repeated(ABC, Generic[Recorded]):
 
     Args:
         around: Entered around steps that are recorded or compared.
+        epoch: The number of the round, which keys then don't have; None to have it in keys.
 
     Attributes:
         used: Number of replays.
@@ -221,9 +234,15 @@ class Repeated(ABC, Generic[Recorded]):
             them, too.
     """
 
-    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        epoch: Epoch | None = None,
+    ) -> None:
         self.used, self.recording, self.numbered = 0, False, False
-        self._around = around
+        self._around, self._epoch = around, epoch
+        # The settings under which there is a recording for each round.
+        self._by_round: set[int] = set()
         self._checks, self._at_once, self._before = True, False, 0
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
@@ -254,8 +273,10 @@ class Repeated(ABC, Generic[Recorded]):
             given: What it is given.
             leaves: The tensors of that.
         """
+        if key[0] in self._by_round and self._epoch is not None:
+            key = *key, self._epoch.now()
         kept = self._recorded.get(key)
-        if kept is None:
+        if kept is None or not self._holds(kept):
             return self._first_calls(key, function, given, leaves)
         self.used += 1
         kept.round, recorded = self._round, kept.recorded
@@ -266,6 +287,11 @@ class Repeated(ABC, Generic[Recorded]):
                 return self._check(recorded, function, given, leaves)
         return self._replayed(recorded, leaves)
 
+    def _holds(self, kept: _Kept[Recorded]) -> bool:
+        """Whether a recording holds in this round, whose number it then has."""
+        noted = kept.noted
+        return noted is None or self._epoch is None or noted.fits(self._epoch.now())
+
     def _first_calls(
         self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves
     ) -> Any:
@@ -273,28 +299,41 @@ class Repeated(ABC, Generic[Recorded]):
         # Settings that are new after the first round may change in each round, as a rate does: then
         # a recording pays for what comes often within one.
         stays = key[0] < self._before or not self._before
+        stays &= key[0] not in self._by_round
         at_once = self._at_once and stays and len(self._unchecked) < WAITING
         if (calls <= WARM_UP and not at_once) or not self._has_room():
             return self._really(function, given)
         del self._calls[key]
-        self.recording = True
+        self.recording, noted = True, None
         try:
-            with self._around():
+            with self._around(), self._noting(key[0]) as noted:
                 recorded, result = self._record(function, given, leaves)
         # Whatever a method, a user's layers or a device raise; a true error recurs.
         except Exception as error:
+            if noted is not None and noted.used:
+                self._by_round.add(key[0])
+                return self._really(function, given)
             if not self.numbered and isinstance(error, NumberReadError):
                 self.numbered = True
                 return self._really(function, given)
             reason = (str(error).strip().splitlines() or [""])[0]
             self.stop(f"a step can't be recorded ({type(error).__name__}: {reason})")
         else:
-            self._recorded[key] = _Kept(recorded, self._round)
+            noted = noted if noted is not None and noted.used else None
+            before = self._recorded[key].before + 1 if key in self._recorded else 0
+            if before > CHANGES:
+                self._by_round.add(key[0])
+            self._recorded[key] = _Kept(recorded, self._round, noted, before)
             self._unchecked.add(key)
             return result
         finally:
             self.recording = False
         return self._really(function, given)
+
+    def _noting(self, context: int) -> AbstractContextManager[Noted | None]:
+        """Note what a step computes with the number of the round, if recordings follow it."""
+        epoch = None if context in self._by_round else self._epoch
+        return epoch.noting() if epoch is not None and epoch.is_read() else nullcontext()
 
     def _has_room(self) -> bool:
         """Whether there is room for a recording; one that no round uses any more makes room.
@@ -347,15 +386,19 @@ class Traces(Repeated[Recording]):
         enabled: Whether steps may be recorded; False if the module's step may read anything but its
             arguments and settings.
         around: As of :class:`Repeated`.
+        epoch: As of :class:`Repeated`.
 
     Attributes:
         enabled: Whether they still may.
     """
 
     def __init__(
-        self, enabled: bool, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        enabled: bool,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        epoch: Epoch | None = None,
     ) -> None:
-        super().__init__(around)
+        super().__init__(around, epoch)
         self.enabled = enabled
         # Not what is large: an evaluation's would stay in memory that a step needs.
         self._buffers = Buffers(KEPT)

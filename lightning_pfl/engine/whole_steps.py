@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine.checks import is_ours
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import BY_VALUE, Recorder, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
@@ -71,8 +72,9 @@ class WholeSteps(StepsInPlace[Program]):
         self,
         expanded: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        epoch: Epoch | None = None,
     ) -> None:
-        super().__init__(expanded, around)
+        super().__init__(expanded, around, epoch)
         self._buffers = Buffers()
         self._recorder: Recorder | None = None
         # By register what clients of a round share and no step has changed there.

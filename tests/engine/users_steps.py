@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 import sys
 from random import getrandbits
@@ -465,7 +466,75 @@ def set_held(module: Any, number: int) -> None:
         held.gain = 1.0 + 0.1 * number
 
 
+class ReadsEpoch(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1.0 + self.current_epoch)
+
+
+class ReadsTrainer(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1.0 + self.trainer.current_epoch)
+
+
+class ComputesByMath(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * math.exp(-self.current_epoch)
+
+
+class ReadsMoreOfTrainer(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1.0 + len(self.trainer.callback_metrics))
+
+
+class ReadsSteps(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1.0 + self.global_step)
+
+
+class Warms(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * min(1.0, (self.current_epoch + 1) / 3)
+
+
+class Anneals(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        left = 1 - self.trainer.current_epoch / (self.trainer.max_epochs or 1)
+        penalty = left - loss / (2.0 + self.current_epoch)
+        return 0.5**self.current_epoch * loss + -left * penalty
+
+
+class Begins(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return 2 * loss if 0 < self.current_epoch < 3 else loss
+
+
+class Turns(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * 3 if self.current_epoch % 2 else loss
+
+
+class WritesInPlace(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        factor = torch.ones_like(loss)
+        same = factor
+        factor += self.current_epoch
+        return loss * same
+
+
+class HandsTheEpochOn(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return torch.mul(loss, self.current_epoch) + torch.full_like(loss, self.current_epoch)
+
+
 HONEST: list[Any] = [
+    (Warms, nothing),
+    (Anneals, nothing),
+    (Begins, nothing),
+    (Turns, nothing),
+    (WritesInPlace, nothing),
+    (HandsTheEpochOn, nothing),
+    (ReadsEpoch, nothing),
+    (ReadsTrainer, nothing),
     (ReadsHeld, set_held),
     (ReadsObject, set_held),
     (ReadsNested, set_nested),
@@ -504,21 +573,6 @@ HONEST: list[Any] = [
 
 
 # --- steps that read what a recording doesn't know ------------------------------------------------
-
-
-class ReadsEpoch(Plain):
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * (1.0 + self.current_epoch)
-
-
-class ReadsTrainer(Plain):
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * (1.0 + self.trainer.current_epoch)
-
-
-class ReadsSteps(Plain):
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * (1.0 + self.global_step)
 
 
 class ReadsList(Plain):
@@ -738,9 +792,9 @@ def set_list(module: Any, number: int) -> None:
 
 
 UNKNOWN: list[Any] = [
-    (ReadsEpoch, nothing),
-    (ReadsTrainer, nothing),
+    (ComputesByMath, nothing),
     (ReadsSteps, nothing),
+    (ReadsMoreOfTrainer, nothing),
     (ReadsList, set_list),
     (lambda: ReadsHeldHparam(held={"gain": 1.0}), set_held),
     (lambda: CountsHparam(count=0), nothing),

@@ -179,7 +179,7 @@ class Chunk:
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
                 (active.trainable, active.buffers, active.throwaway),
                 (phase.name, phase.data, phase.evaluate_only, phase.batches_per_step),
-                (Same(program), self.settings),
+                (Same(program), engine.checks.settings(any_epoch=engine.graphs is None)),
                 options_of(work.optimizer, phase.lr, self._rates(active)),
             )
         )
@@ -261,7 +261,7 @@ class Chunk:
         if engine.traces.enabled:
             plain = program.augment is None and program.hooks is None
             recordable = engine.checks.recordable and plain and not whole
-            context = (active.trainable, program, self.settings)
+            context = (active.trainable, program, engine.checks.settings(any_epoch=True))
             engine.traces.enter(context if recordable else None)
         return VectorizedLocalStep(
             engine.settings,

@@ -10,6 +10,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.cuda_graphs import StepGraphs
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.optimizer import Recordings
@@ -47,9 +48,11 @@ class Shared:
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
-        self.traces = Traces(enabled=True)
+        self.checks = Checks(module)
+        epoch = Epoch(module, self.checks.reads_epoch)
+        self.traces = Traces(enabled=True, epoch=epoch)
         self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
-        self.whole, self.checks = WholeSteps(expanded=True), Checks(module)
+        self.whole = WholeSteps(expanded=True, epoch=epoch)
         self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
         self.surveys = Surveys(parameter_split, settings)
