@@ -192,9 +192,17 @@ class Samples(Dataset[Any]):
         """Return the number of samples."""
         return len(self.x)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a sample."""
         return {"x": self.x[index], "y": self.y[index]}
+
+
+class Numbers(Samples):
+    """The same, with labels as numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample."""
+        return {"x": self.x[index], "y": int(self.y[index])}
 
 
 def stacked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -209,14 +217,14 @@ class Habit:
     Attributes:
         about: What it is, for the table.
         module: The module.
-        own: Whether samples come from a data set of the user's.
+        samples: The user's data set, if samples come from one.
         collate: By which they become minibatches, if it isn't torch's.
         flags: The Trainer's.
     """
 
     about: str
     module: type[Plain] = Plain
-    own: bool = False
+    samples: type[Samples] | None = None
     collate: Callable[[Any], Any] | None = None
     flags: dict[str, Any] = field(default_factory=dict)
 
@@ -231,8 +239,9 @@ HABITS = {
     "groups": Habit("two groups of AdamW", Groups),
     "bf16": Habit('`precision="bf16-mixed"`', flags={"precision": "bf16-mixed"}),
     "accumulate": Habit("`accumulate_grad_batches=2`", flags={"accumulate_grad_batches": 2}),
-    "dicts": Habit("dicts of a `Dataset` of one's own", Named, own=True),
-    "collate": Habit("the same by a collate function", Named, own=True, collate=stacked),
+    "dicts": Habit("dicts of a `Dataset` of one's own", Named, Samples),
+    "collate": Habit("the same by a collate function", Named, Samples, stacked),
+    "numbers": Habit("dicts whose labels are numbers, `int(self.y[i])`", Named, Numbers),
     "epoch": Habit("`self.current_epoch` in `training_step`", Epochs),
     "list": Habit("a list to which `validation_step` appends", Listing),
     "epoch in validation": Habit("`self.current_epoch` there", EpochsInValidation),
@@ -260,8 +269,8 @@ class Source:
         self.x, self.y, self.shuffle = x.to(dtype), y, shuffle
         self.positions = list(torch.arange(len(x)).split(list(sizes)))
         self.loaders: list[DataLoader[Any]] = []
-        if habit.own:
-            samples = Samples(self.x, self.y)
+        if habit.samples is not None:
+            samples = habit.samples(self.x, self.y)
             for mine in self.positions:
                 part = Subset(samples, mine.tolist())
                 own, collate = torch.Generator(), habit.collate
