@@ -179,7 +179,7 @@ class ClientLogs:
 
 
 class LogsOfSteps:
-    """What one client logs, step by step.
+    """The values that one client logs, step by step.
 
     Attributes:
         entries: Of each value its name, how it is reduced, its weight, and itself, ``(1,)``.

@@ -40,7 +40,7 @@ MEETS = frozenset(
 
 
 class Noted:
-    """What a recording depends on.
+    """The uses of the round on which a recording depends.
 
     Args:
         round: The round in which it is made.

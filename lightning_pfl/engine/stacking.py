@@ -20,7 +20,7 @@ from lightning_pfl.engine.operators import OperatorMode
 
 
 class Stacking:
-    """How a function makes minibatches, by the number of samples.
+    """The way a function makes minibatches, by the number of samples.
 
     Args:
         function: The function, such as ``default_collate``.
