@@ -376,6 +376,7 @@ class SequentialEngine:
 
     def settings_in(self, phase: int, any_epoch: bool = False) -> tuple[Any, ...]:
         """Return what steps read of the module in a phase of this round; its modes differ."""
+        any_epoch = any_epoch and self.checks.reads_epoch()
         if (phase, any_epoch) not in self._settings:
             self._settings[phase, any_epoch] = self.checks.settings(any_epoch)
         return self._settings[phase, any_epoch]

@@ -125,7 +125,7 @@ def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH
     Args:
         value: The value.
         above: Ids of what holds it, and of what is described elsewhere.
-        depth: How deep contents are any_epoch.
+        depth: How deep contents are followed.
     """
     if isinstance(value, BY_VALUE):
         return value

@@ -179,10 +179,15 @@ class Chunk:
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
                 (active.trainable, active.buffers, active.throwaway),
                 (phase.name, phase.data, phase.evaluate_only, phase.batches_per_step),
-                (Same(program), engine.checks.settings(any_epoch=engine.graphs is None)),
+                (Same(program), self.settings if engine.graphs else self._settings_in_any_round()),
                 options_of(work.optimizer, phase.lr, self._rates(active)),
             )
         )
+
+    def _settings_in_any_round(self) -> tuple[Any, ...]:
+        """Return what steps read of the module, but for the number of the round."""
+        checks = self.engine.checks
+        return checks.settings(any_epoch=True) if checks.reads_epoch() else self.settings
 
     def _rates(self, active: ActivePhase) -> dict[str, Tensor]:
         """Return learning rates that steps read; a graph would keep what it was captured with."""
@@ -261,7 +266,7 @@ class Chunk:
         if engine.traces.enabled:
             plain = program.augment is None and program.hooks is None
             recordable = engine.checks.recordable and plain and not whole
-            context = (active.trainable, program, engine.checks.settings(any_epoch=True))
+            context = (active.trainable, program, self._settings_in_any_round())
             engine.traces.enter(context if recordable else None)
         return VectorizedLocalStep(
             engine.settings,
