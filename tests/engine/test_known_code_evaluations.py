@@ -24,6 +24,8 @@ from lightning_pfl.core.tree import Model
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.vectorized import evaluation as together
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.fitting import Fit, fit, quiet, quiet_trainer
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
@@ -32,10 +34,13 @@ from tests.engine.nets import image_clients
 from tests.engine.users_steps import (
     HONEST,
     UNKNOWN,
+    Draws,
+    DrawsWithoutKeys,
     HandsTheNumberOn,
     Logs,
     Plain,
     ReadsAttribute,
+    Regularised,
     as_they_were,
     set_logs,
     set_scale,
@@ -100,6 +105,7 @@ def evaluate(
     limit: int = 99,
     record: bool = True,
     numbers: tuple[int | None, ...] = (None,),
+    at_once: bool = False,
 ) -> tuple[list[Evaluation], int]:
     """Evaluate some times, and count replays.
 
@@ -110,6 +116,7 @@ def evaluate(
         limit: Largest number of recordings.
         record: Whether steps may be recorded.
         numbers: The numbers of data sets, one after another.
+        at_once: Whether two clients at once, of which one without ``record`` is watched in all.
     """
     found, done, data = [], 0, image_clients(SIZES)
     with pytest.MonkeyPatch.context() as patch, quiet():
@@ -117,7 +124,13 @@ def evaluate(
         as_they_were(patch)
         module = evaluating(make)
         module.trainer = quiet_trainer(FederatedStrategy(FedAvg()), EVALUATIONS)
-        engine = SequentialEngine(module, ParameterSplit(module), EngineSettings(), record=record)
+        split, settings = ParameterSplit(module), EngineSettings()
+        engine: Any = SequentialEngine(module, split, settings, record=record)
+        if at_once:
+            engine = VectorizedEngine(module, split, settings)
+            patch.setattr(together, "samples_at_once", lambda data: 2 * max(SIZES))
+            if not record:
+                patch.setattr(together.VectorizedEvaluation, "_gathers", lambda self, data: False)
 
         def on_clients(positions: list[int], losses: Any = None) -> bool:
             nonlocal done
@@ -152,6 +165,8 @@ def assert_same(found: list[Evaluation], expected: list[Evaluation]) -> None:
         assert one.options == other.options
 
 
+AT_ONCE = [pair for pair in HONEST if pair[0] not in (Draws, DrawsWithoutKeys, Regularised)]
+"""Those that neither draw, which ``vmap`` refuses, nor call torchmetrics objects."""
 OFTEN = pytest.mark.parametrize(
     "often",
     [
@@ -175,6 +190,28 @@ def test_honest_steps_are_replayed(make: Any, change: Any, often: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "change"), AT_ONCE, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
+)
+@OFTEN
+def test_honest_steps_of_many_clients_are_replayed(
+    make: Any, change: Any, often: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of steps that are watched, wherever these run for many clients at once."""
+    monkeypatch.setattr(HERE, "EVALUATIONS", 12)
+
+    def seldom(module: Any, number: int) -> None:
+        """Change something after the first of three chunks, then after the second and so on."""
+        if number % (10 if often else 3) == 1:
+            change(module, number)
+
+    expected, none = evaluate(make, seldom, often, record=False, at_once=True)
+    found, replays = evaluate(make, seldom, often, at_once=True)
+    assert none == 0
+    assert_same(found, expected)
+    assert replays > 5
+
+
+@pytest.mark.parametrize(
     ("make", "change"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value))
 )
 @OFTEN
@@ -182,6 +219,24 @@ def test_steps_that_may_read_more_are_taken(make: Any, change: Any, often: bool)
     found, replays = evaluate(make, change, often)
     assert_same(found, evaluate(make, change, often, limit=0)[0])
     assert replays == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "change"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_steps_of_many_clients_that_may_read_more_are_taken(make: Any, change: Any) -> None:
+    def run(record: bool) -> Any:
+        try:
+            return evaluate(make, change, True, record=record, at_once=True)
+        except Exception as error:
+            return str(error), 0
+
+    (found, replays), (expected, _) = run(True), run(False)
+    assert replays == 0
+    if isinstance(expected, list):
+        assert_same(found, expected)
+    else:
+        assert expected in found
 
 
 def draws_by_torch(module: Any, loss: Tensor) -> Tensor:
@@ -258,9 +313,10 @@ class Several(Plain):
         self.log(f"loss_{dataloader_idx}", loss * (1 + dataloader_idx))
 
 
-def test_the_number_of_the_data_set_is_read() -> None:
-    found, replays = evaluate(Several, numbers=(0, 1))
-    assert_same(found, evaluate(Several, numbers=(0, 1), limit=0)[0])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_number_of_the_data_set_is_read(at_once: bool) -> None:
+    found, replays = evaluate(Several, numbers=(0, 1), at_once=at_once)
+    assert_same(found, evaluate(Several, numbers=(0, 1), limit=0, at_once=at_once)[0])
     assert replays > 5
     for one, other in zip(found[::2], found[1::2], strict=True):
         assert_trees_close({"loss_1": 2 * one.values["loss_0"]}, other.values)
@@ -276,11 +332,14 @@ class LogsSome(Plain):
             self.log("most", loss, reduce_fx="max", prog_bar=len(batch[0]) > 3)
 
 
-def test_minibatches_of_other_sizes_log_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_minibatches_of_other_sizes_log_otherwise(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
     """The mean of a client of 4, 4 and 3 samples has the weights 11, 11 and 10."""
     monkeypatch.setattr(HERE, "SIZES", (16, 0, 11, 10, 2))
-    found, replays = evaluate(LogsSome)
-    assert_same(found, evaluate(LogsSome, limit=0)[0])
+    found, replays = evaluate(LogsSome, at_once=at_once)
+    assert_same(found, evaluate(LogsSome, limit=0, at_once=at_once)[0])
     assert replays > 5
     module, data = LogsSome(), image_clients((16, 0, 11, 10, 2))
     for number, one in enumerate(found):

@@ -41,14 +41,25 @@ def guarded(module: nn.Module, key: int, known: bool = False) -> Iterator[Elsewh
         with watch_global_rng(key, torch_alone=True) as elsewhere:
             yield elsewhere
         return
-    before = snapshot(module)
-    try:
+    with unwritten(module):
         with watch_global_rng(key) as elsewhere:
             yield elsewhere
-        if (stored := changed(module, before)) is not None:
-            raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
         if elsewhere.moved:
             raise NotVectorizableError(DRAWS_ELSEWHERE)
+
+
+@contextmanager
+def unwritten(module: nn.Module) -> Iterator[None]:
+    """Check that steps of many clients leave a module as it was, and restore it after an error.
+
+    Raises:
+        NotVectorizableError: If a step has changed an attribute of the module.
+    """
+    before = snapshot(module)
+    try:
+        yield
+        if (stored := changed(module, before)) is not None:
+            raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
     except Exception:
         restore(module, before)
         raise

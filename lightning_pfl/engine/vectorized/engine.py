@@ -77,6 +77,7 @@ class VectorizedEngine(Shared):
         self._memory = KeptMemory()
         self.quiet: dict[str, bool] = {}
         self._of_one_model = OneModelEvaluation(module, settings)
+        self._evaluation = VectorizedEvaluation(module, settings, transform, self.quiet)
         self.chunk_size: int | None = None
 
     def _fitting(self) -> int:
@@ -181,24 +182,21 @@ class VectorizedEngine(Shared):
         """Run a validation, test or prediction step for each client."""
         if is_of_one_model(self.module, self.settings, work):
             return self._of_one_model.run(work, on_clients)
-        return self._evaluation().run(work, on_clients)
+        return self._evaluation.run(work, on_clients)
 
     def groups(self, work: EvaluationWork) -> Tensor:
         """Number the program that evaluates each client, int64 ``(clients,)``."""
-        return self._evaluation().groups(work)
+        return self._evaluation.groups(work)
 
     def load(self, work: EvaluationWork) -> Load:
         """Count what an evaluation consists of, for clients of all sizes in the data."""
-        return self._evaluation().load(work)
+        return self._evaluation.load(work)
 
     def together(self, work: LocalWork | EvaluationWork) -> int:
         """Count the clients of the largest program for this work."""
         if isinstance(work, EvaluationWork):
             return int(self.groups(work).bincount(minlength=1).max())
         return len(self._cut(work.info.index)[0])
-
-    def _evaluation(self) -> VectorizedEvaluation:
-        return VectorizedEvaluation(self.module, self.settings, self.transform, self.quiet)
 
 
 def _in_order(

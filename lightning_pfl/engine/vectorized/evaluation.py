@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import ClientLogs
 from lightning_pfl.engine.cost import Load
+from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.kernels import FastKernels
+from lightning_pfl.engine.logs import LogCapture
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.global_rng import Elsewhere
-from lightning_pfl.engine.safety.guard import guarded
+from lightning_pfl.engine.safety.guard import guarded, unwritten
 from lightning_pfl.engine.steps import Budget, Limits, fitting_samples
+from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
 from lightning_pfl.engine.vectorized.loaders import LoaderBatches
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
@@ -80,8 +84,23 @@ def samples_at_once(data: FederatedDataset) -> int:
     return fitting_samples(data, SAMPLES, MOST, SAMPLES)
 
 
+@dataclass
+class _Step:
+    """An evaluation step of the module's.
+
+    Attributes:
+        checks: What its code reads.
+        traces: Its recordings.
+        log: Notes what it logs, and the ways in which it has, of which recordings name one.
+    """
+
+    checks: Checks
+    traces: Traces
+    log: LogCapture = field(default_factory=LogCapture)
+
+
 class VectorizedEvaluation:
-    """Runs one evaluation step for chunks of clients.
+    """Runs evaluation steps for chunks of clients.
 
     Args:
         module: The user's module.
@@ -101,15 +120,15 @@ class VectorizedEvaluation:
     ) -> None:
         self.module, self.settings, self.transform = module, settings, transform
         self.quiet = {} if quiet is None else quiet
-        kernels = FastKernels if transform == "forward" else nullcontext
-        self.program = ClientProgram(module, settings, kernels=kernels)
-        self.program.throwaway = writable(module)
+        self.program: ClientProgram
+        self._steps: dict[str, _Step] = {}
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         clients, data, step = work.clients, work.data, work.step
-        self.program.predict, self.program.dataloader_idx = work.predict, work.dataloader_idx
         per_sample = self._per_sample_alone(work)
+        recorded = None if per_sample or step not in STAGES else self._step(step)
+        self.program = self._program(work, recorded)
         width = self._width(work, per_sample)
         known = per_sample and is_unmodified(self.module)
         checked, quiet = False, self.quiet.get(step, True)
@@ -118,12 +137,24 @@ class VectorizedEvaluation:
         predicts = range(len(clients)) if step == "predict_step" else ()
         predictions: list[list[Any]] = [[] for _ in predicts]
         metrics = ClientMetrics(self.module, len(clients), self.settings.device)
+
+        def look() -> _Step | None:
+            """Return the step if it may be replayed."""
+            if recorded is None or not (recorded.checks.known and self._gathers(data)):
+                return None
+            if metrics.objects or self.settings.device.type != "cpu":
+                return None
+            settings = recorded.checks.settings(any_epoch=True)
+            recorded.traces.enter((work.dataloader_idx, settings))
+            return recorded
+
         with (
             torch.no_grad(),
             batchable_kernels(self.transform),
             self.program.capturing(),
             metrics.deferring(),
         ):
+            replayed = look()
             for positions in self._chunks(work, width):
                 ids = clients[positions]
                 # What a step of the package's has left alone in all chunks once, it leaves alone.
@@ -131,7 +162,9 @@ class VectorizedEvaluation:
                 with (
                     nullcontext(Elsewhere())
                     if trusted
-                    else guarded(self.module, derive(self.settings.seed, "guard", step))
+                    else guarded(
+                        self.module, derive(self.settings.seed, "guard", step), replayed is not None
+                    )
                 ) as elsewhere:
                     batches = evaluation_batches(
                         data, ids, self.settings, work.limit, per_sample, width
@@ -147,17 +180,47 @@ class VectorizedEvaluation:
                             with naming_clients(
                                 step, data.names, ids[some], work.round, ONE_BY_ONE
                             ):
-                                output, values = self._tick(part, tick, step, per_sample, metrics)
+                                output, values = self._tick(
+                                    part, tick, step, per_sample, metrics, replayed
+                                )
                                 values = metrics.update(values, at)
                                 logs.add(values, sizes, at, self.program.log.reductions)
                             if step == "predict_step":
                                 _store_outputs(predictions, output, at)
                 checked, quiet = True, quiet and not elsewhere.moved_torch
                 if on_clients is not None:
-                    on_clients(positions.tolist())
+                    hooked = on_clients(positions.tolist()) is not False
+                    if hooked and recorded is not None:
+                        recorded.checks.look_after_hooks(recorded.traces)
+                        replayed = look()
         self.quiet[step] = quiet and known
         values = {**logs.compute(), **metrics.compute()}
         return Evaluation(values, counts.cpu(), dict(self.program.log.options), predictions)
+
+    def _step(self, name: str) -> _Step:
+        """Begin an evaluation by a step, of which recordings are kept."""
+        if name not in self._steps:
+            checks = Checks(self.module, name)
+            epoch = Epoch(self.module, checks.reads_epoch)
+            self._steps[name] = _Step(checks, Traces(enabled=True, epoch=epoch))
+        step = self._steps[name]
+        step.traces.begin_round(step.checks.due())
+        return step
+
+    def _program(self, work: EvaluationWork, step: _Step | None) -> ClientProgram:
+        """Return the user's step as a function."""
+        kernels = FastKernels if self.transform == "forward" else nullcontext
+        program = ClientProgram(self.module, self.settings, kernels=kernels)
+        program.throwaway = writable(self.module)
+        program.predict, program.dataloader_idx = work.predict, work.dataloader_idx
+        if step is not None:
+            program.log = step.log
+        return program
+
+    def _gathers(self, data: FederatedDataset) -> bool:
+        """Whether nothing of a user's makes minibatches of the data."""
+        in_memory = isinstance(data, FederatedTensorDataset) and data.transform is None
+        return in_memory and self.settings.batch_hooks is None
 
     def groups(self, work: EvaluationWork) -> Tensor:
         """Number the chunk of each client, int64 ``(clients,)``."""
@@ -192,7 +255,8 @@ class VectorizedEvaluation:
     def _per_sample_alone(self, work: EvaluationWork) -> bool:
         """Whether values of samples are all that a step computes, in whichever minibatches."""
         # A hook may do anything with the samples of a batch.
-        if self.program.hooks is not None or not evaluates_per_sample(self.module, work.step):
+        hooked = self.settings.batch_hooks is not None
+        if hooked or not evaluates_per_sample(self.module, work.step):
             return False
         return evaluates_apart(self.module, self.settings, work.data, work.round)
 
@@ -213,14 +277,34 @@ class VectorizedEvaluation:
         return samples_at_once(data) * (ON_GPU if self.settings.device.type != "cpu" else 1)
 
     def _tick(
-        self, models: Model, tick: Tick, step: str, per_sample: bool, metrics: ClientMetrics
+        self,
+        models: Model,
+        tick: Tick,
+        step: str,
+        per_sample: bool,
+        metrics: ClientMetrics,
+        replayed: _Step | None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Run the step; return its output and logged values."""
+        """Run the step, or replay it; return its output and logged values."""
         part = models if tick.rows is None else rows(models, tick.rows)
         minibatch = tick.minibatches[0]
         if per_sample:
             return None, self._per_sample(part, minibatch, STAGES[step])
-        return self._step(part, minibatch, step, metrics)
+        if replayed is None:
+            return self._run_step(part, minibatch, minibatch.number, step, metrics)
+        traces, log = replayed.traces, self.program.log
+
+        def run(models: Model, data: Any) -> tuple[dict[str, Tensor], int]:
+            number = traces.seen(minibatch.number)
+            batch = replace(minibatch, data=data)
+            # Known code sets no attribute, but it may write to the tensor in one: never recorded.
+            with nullcontext() if traces.recording else unwritten(self.module):
+                return self._run_step(models, batch, number, step, metrics)[1], log.way()
+
+        kind = traces.kind(minibatch.number)
+        values, way = traces.run(run, part, minibatch.data, kind=kind)
+        log.replayed(way)
+        return None, values
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
         values, mask = self._vmap(models, minibatch.data, self.program.per_sample), minibatch.mask
@@ -235,12 +319,12 @@ class VectorizedEvaluation:
         means = nan_with_the_loss(means, means["loss"])
         return {f"{stage}_{name}": mean for name, mean in means.items()}
 
-    def _step(
-        self, models: Model, minibatch: Minibatch, step: str, metrics: ClientMetrics
+    def _run_step(
+        self, models: Model, minibatch: Minibatch, number: Any, step: str, metrics: ClientMetrics
     ) -> tuple[Any, dict[str, Tensor]]:
         def run(model: Model, batch: Any) -> tuple[Any, dict[str, Tensor]]:
             metrics.begin()
-            out, logged = self.program.evaluation_step(model, step, batch, minibatch.number)
+            out, logged = self.program.evaluation_step(model, step, batch, number)
             logged = metrics.take(logged)
             if step != "predict_step":
                 return torch.zeros(()), logged
