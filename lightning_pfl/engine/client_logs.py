@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -182,11 +182,13 @@ class LogsOfSteps:
     """The values that one client logs, step by step.
 
     Attributes:
-        entries: Of each value its name, how it is reduced, its weight, and itself, ``(1,)``.
+        entries: Of each value its name, how it is reduced, and its weight.
+        numbers: These values in this order, as tensors with one axis.
     """
 
     def __init__(self) -> None:
-        self.entries: list[tuple[str, str, float, Tensor]] = []
+        self.entries: list[tuple[str, str, float]] = []
+        self.numbers: list[Tensor] = []
 
     def add(
         self,
@@ -196,10 +198,20 @@ class LogsOfSteps:
         reductions: dict[str, Reduction] | None = None,
     ) -> None:
         """Add one minibatch's values, as of :meth:`ClientLogs.add`."""
-        known = reductions or {}
-        for name, value in values.items():
-            kind, weight = known.get(name, _MEAN)
-            self.entries.append((name, kind, size if weight is None or not size else weight, value))
+        self.add_joined(values, list(values.values()), size, reductions or {})
+
+    def add_joined(
+        self,
+        names: Iterable[str],
+        numbers: list[Tensor],
+        size: int,
+        reductions: dict[str, Reduction],
+    ) -> None:
+        """Add one minibatch's values, of which tensors may have several."""
+        for name in names:
+            kind, weight = reductions.get(name, _MEAN)
+            self.entries.append((name, kind, size if weight is None or not size else weight))
+        self.numbers += numbers
 
     def loss(self, device: torch.device) -> Tensor:
         """Return the loss, ``(1,)``, with the bits that it has among other clients'."""
@@ -222,28 +234,37 @@ class LogsInTurn:
         self.clients, self.device = clients, device
         # By name and reduction, in the order in which they are logged.
         self._reduced: dict[tuple[str, str], _Reduced] = {}
-        self._queue: dict[tuple[str, str], list[tuple[int, float, Tensor]]] = {}
+        # Of each value the client's row, its weight and its position among the numbers.
+        self._queue: dict[tuple[str, str], list[tuple[int, float, int]]] = {}
+        self._numbers: list[Tensor] = []
         self._count = 0
 
-    def add(self, row: int, logs: LogsOfSteps, metrics: dict[str, Tensor] | None = None) -> None:
-        """Add what a client has logged, and values of its torchmetrics objects, ``(1,)`` each."""
-        for name, kind, weight, value in logs.entries:
-            self._queue.setdefault((name, kind), []).append((row, weight, value))
-        for name, value in (metrics or {}).items():
-            self._queue.setdefault((name, "mean"), []).append((row, 1, value))
-        self._count += len(logs.entries) + len(metrics or {})
+    def add(self, row: int, logs: LogsOfSteps) -> None:
+        """Add what a client has logged."""
+        for at, (name, kind, weight) in enumerate(logs.entries, self._count):
+            self._queue.setdefault((name, kind), []).append((row, weight, at))
+        self._count += len(logs.entries)
+        self._numbers += logs.numbers
         if self._count >= IN_TURN:
             self._flush()
 
+    def add_computed(self, row: int, values: dict[str, Tensor]) -> None:
+        """Add the values of a client's torchmetrics objects, ``(1,)`` each."""
+        computed = LogsOfSteps()
+        computed.add(values, 1)
+        self.add(row, computed)
+
     def _flush(self) -> None:
+        if not self._count:
+            return
+        numbers = torch.cat([some.to(self.device) for some in self._numbers]).cpu().double()
         for (name, kind), each in self._queue.items():
-            rows, weights, values = zip(*each, strict=True)
-            joined = torch.cat([value.to(self.device) for value in values]).cpu().double()
+            rows, weights, at = zip(*each, strict=True)
             if (name, kind) not in self._reduced:
-                self._reduced[name, kind] = _Reduced(kind, self.clients, joined.device)
+                self._reduced[name, kind] = _Reduced(kind, self.clients, numbers.device)
             of_each = torch.tensor(weights, dtype=torch.float64)
-            self._reduced[name, kind].add(joined, of_each, torch.tensor(rows))
-        self._queue, self._count = {}, 0
+            self._reduced[name, kind].add(numbers[torch.tensor(at)], of_each, torch.tensor(rows))
+        self._queue, self._numbers, self._count = {}, [], 0
 
     def compute(self) -> dict[str, Tensor]:
         """Return the values, float64 ``(clients,)``; NaN for clients that logged nothing."""

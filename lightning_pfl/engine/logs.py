@@ -217,15 +217,10 @@ def sorted_out(
     loss: Tensor | None, logged: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Metric]]:
     """Split what a step logs, with its loss, into values ``(1,)`` and torchmetrics objects."""
-    values = plain_values(logged)
+    values = {name: value.detach().view(1) for name, value in tensors_in(logged).items()}
     if loss is not None:
         values[LOSS] = loss.detach().view(1)
     return values, {name: value for name, value in logged.items() if isinstance(value, Metric)}
-
-
-def plain_values(logged: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that a step logs, ``(1,)`` each."""
-    return {name: value.detach().view(1) for name, value in tensors_in(logged).items()}
 
 
 def tensors_in(logged: dict[str, Any]) -> dict[str, Tensor]:

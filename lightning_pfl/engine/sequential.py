@@ -178,7 +178,8 @@ class SequentialEngine:
                 uploads.put(row, result.uploads)
                 client_state.put(row, result.client_state)
                 results.append(replace(result, uploads={}, client_state={}))
-                logs.add(row, logged, result.logs)
+                logs.add(row, logged)
+                logs.add_computed(row, result.logs)
                 if on_clients is not None:
                     ran = on_clients([row], partial(logged.loss, self.settings.device))
                     if ran is not False:

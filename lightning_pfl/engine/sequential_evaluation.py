@@ -24,7 +24,7 @@ from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.epoch import Epoch
-from lightning_pfl.engine.logs import computed_metrics, sorted_out
+from lightning_pfl.engine.logs import computed_metrics, sorted_out, tensors_in
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
 from lightning_pfl.engine.program import ClientProgram
@@ -40,8 +40,8 @@ from lightning_pfl.engine.trace import Given, Traces
 
 EVALUATING = ("validation_step", "test_step")
 """Steps whose results are what they log."""
-_Logged = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Metric], int]
-"""What a step logs: tensors, arguments of torchmetrics objects, these, and how it logs."""
+_Logged = tuple[list[str], list[Tensor], dict[str, Tensor], dict[str, Metric], int]
+"""What a step logs: names, values as one tensor, arguments of torchmetrics objects, these, how."""
 
 
 @dataclass
@@ -170,11 +170,15 @@ class SequentialEvaluation:
             self._noted.begin()
             logged = program.evaluation_step(model, work.step, batch, traces.seen(number))[1]
             given: dict[str, Tensor] = {}
-            values, metrics = sorted_out(None, logged)
+            # A replay has one result less to copy for each value.
+            values, device = tensors_in(logged), self.settings.device
+            each = [value.to(device, torch.float64) for value in values.values()]
+            joined = [torch.stack(each)] if each else []
+            metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
             if self._noted.active:
                 program.log.calls, given = self._noted.taken(logged), self._noted.given()
                 metrics = {}
-            return values, given, metrics, program.log.way()
+            return list(values), joined, given, metrics, program.log.way()
 
         traces.enter(settings())
         logs, counts = LogsInTurn(len(work.clients), self.settings.device), [0] * len(work.clients)
@@ -196,18 +200,20 @@ class SequentialEvaluation:
                         drawing(client, number),
                     ):
                         step_of = partial(run, number)
-                        values, given_to, objects, way = traces.run(
+                        names, joined, given_to, objects, way = traces.run(
                             step_of, model, batch, kind=traces.kind(number)
                         )
                         program.log.replayed(way)
                         if program.log.calls is not None:
                             own, objects = made(program.log.calls, given_to, self.module)
-                            values = values | own
+                            logged.add(own, size, None, program.log.reductions)
                     metrics |= objects
                     counts[row] += size
-                    logged.add(values, size, None, program.log.reductions)
-                with naming_clients(work.step, work.data.names, [client], work.round):
-                    logs.add(row, logged, computed_metrics(metrics))
+                    logged.add_joined(names, joined, size, program.log.reductions)
+                logs.add(row, logged)
+                if metrics:
+                    with naming_clients(work.step, work.data.names, [client], work.round):
+                        logs.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None and on_clients([row]) is not False:
                     checks.look_after_hooks(traces)
                     traces.enter(settings())
@@ -281,10 +287,11 @@ class SequentialEvaluation:
                         predictions[row].append(
                             apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
                         )
+                logs.add(row, of_steps)
                 if metrics:
                     put_generators_back()
-                with naming_clients(name, data.names, [client], work.round):
-                    logs.add(row, of_steps, computed_metrics(metrics))
+                    with naming_clients(name, data.names, [client], work.round):
+                        logs.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None:
                     moved |= before is not None and writes(before)
                     hooked = on_clients([row]) is not False

@@ -219,7 +219,7 @@ def test_clients_that_log_otherwise_are_among_them() -> None:
         client(many, [2] * len(many)),
     ]
     logs = of_each(each)
-    logs.add(3, silent, {"y": torch.tensor([8.0])})
+    logs.add_computed(3, {"y": torch.tensor([8.0])})
     found = logs.compute()
     assert list(found) == ["x", "y"]
     assert found["x"].nan_to_num(-1).tolist() == [3.0, 2.5, 5.0, -1.0, -1.0, 2.0]
