@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_pfl.contract.records import LogOptions
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine.client_logs import JOINED, LOSS, REDUCTIONS, Reduction
+from lightning_pfl.engine.epoch import KINDS, Number
 
 
 class TorchmetricsValue:
@@ -170,6 +171,9 @@ class LogCapture:
 
 
 def _number(name: str, value: Any) -> Tensor:
+    if type(value) is Number and torch.get_default_dtype() in KINDS:
+        number: Any = value  # its tensor has the number of each round
+        return torch.ones(()) * number  # type: ignore[no-any-return]
     try:
         return torch.as_tensor(float(value))
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ from lightning_pfl.engine.steps import NumberReadError
 from tests.engine.test_known_code_evaluations import assert_same as assert_same_values
 from tests.engine.test_known_code_evaluations import evaluate
 from tests.engine.test_known_code_steps import ENGINES, ROUNDS, assert_same, replays, train
-from tests.engine.users_steps import Plain, ReadsEpoch, Turns, Warms
+from tests.engine.users_steps import LogsEpoch, Plain, ReadsEpoch, Turns, Warms
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def recordings(make: Callable[[], Any], together: bool) -> int:
 
 
 @ENGINES
-@pytest.mark.parametrize("make", [ReadsEpoch, Warms, Turns])
+@pytest.mark.parametrize("make", [ReadsEpoch, LogsEpoch, Warms, Turns])
 def test_rounds_share_recordings(make: Callable[[], Any], together: bool) -> None:
     assert recordings(make, together) == recordings(Plain, together) > 0
 

@@ -491,6 +491,13 @@ class ReadsSteps(Plain):
         return loss * (1.0 + self.global_step)
 
 
+class LogsEpoch(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        weight = min(1.0, self.current_epoch / 100)
+        self.log("weight", weight)
+        return loss * weight
+
+
 class Warms(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * min(1.0, (self.current_epoch + 1) / 3)
@@ -527,6 +534,7 @@ class HandsTheEpochOn(Plain):
 
 
 HONEST: list[Any] = [
+    (LogsEpoch, nothing),
     (Warms, nothing),
     (Anneals, nothing),
     (Begins, nothing),
