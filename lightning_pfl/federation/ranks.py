@@ -271,25 +271,18 @@ class RankShard:
         means, doubtful = self._plain_means(rows_of, weights, kinds)
         rest: dict[Path, tuple[Tensor | None, Kind]] = {}
         for path, kind in kinds.items():
-            columns, flat = kind.numel, rows_of[path]
+            flat = rows_of[path]
+            if path not in means:
+                rest[path] = flat, Kind((kind.numel,), kind.dtype)
+            elif len(at := doubtful[path]):
+                some = None if flat is None else flat.index_select(1, at)
+                rest[path] = some, Kind((len(at),), kind.dtype)
+        for path, exact in (self._exact_means(rest, weights) if rest else {}).items():
             if path in means:
-                at = doubtful[path]
-                columns, flat = len(at), None if flat is None else flat.index_select(1, at)
-            rest[path] = flat, Kind((columns,), kind.dtype)
-        if any(kind.numel for _, kind in rest.values()):
-            for path, exact in self._exact_means(rest, weights).items():
-                if path in means:
-                    means[path][doubtful[path]] = exact
-                else:
-                    means[path] = exact
-        return map_items(
-            lambda path, kind: (
-                means[path].view(kind.shape)
-                if path in means
-                else torch.empty(kind.shape, dtype=kind.dtype, device=self.ranks.device)
-            ),
-            form,
-        )
+                means[path][doubtful[path]] = exact
+            else:
+                means[path] = exact
+        return map_items(lambda path, kind: means[path].view(kind.shape), form)
 
     def _plain_means(
         self, rows_of: Mapping[Path, Tensor | None], weights: Tensor, kinds: Mapping[Path, Kind]
