@@ -91,7 +91,7 @@ class ClientProgram:
         settings: The Trainer's flags: precision, and hooks on a batch.
         augment: Random function of a batch, run before ``training_step``.
         kernels: Replaces torch's operators in the module's steps, see
-            :mod:`~lightning_pfl.engine.kernels`.
+            :class:`~lightning_pfl.engine.large_operators.LargeOperators`.
     """
 
     def __init__(

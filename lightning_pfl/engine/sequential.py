@@ -28,7 +28,6 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import restoring_once
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import ActivePhase, is_sample_wise
 from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import (
@@ -44,6 +43,7 @@ from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
+from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import (
@@ -254,9 +254,9 @@ class SequentialEngine:
         """Number of gradients of a client so far, without those of replayed steps."""
         return 0 if self._program is None else self._program.gradients
 
-    def _kernels(self) -> AbstractContextManager[None]:
+    def _kernels(self) -> AbstractContextManager[Any]:
         # Also in steps without a recording, so that all of a round have the same bits.
-        return kernels.alone(self.checks.placeless) if self.checks.recordable else nullcontext()
+        return LargeOperators(self.checks.placeless) if self.checks.recordable else nullcontext()
 
     def records(self, work: LocalWork) -> bool:
         """Whether steps of this work may be recorded."""

@@ -18,12 +18,12 @@ from lightning_pfl.core.mixture import is_mixed
 from lightning_pfl.core.randomness import derive, put_generators_back, restoring_once, seeded
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
-from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.epoch import Epoch
+from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.logs import computed_metrics, sorted_out, tensors_in
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, made, makes_calls, put_back
@@ -230,12 +230,12 @@ class SequentialEvaluation:
         known.dataloader_idx = work.dataloader_idx
         return known
 
-    def _kernels(self, name: str, step: _Step) -> AbstractContextManager[None]:
+    def _kernels(self, name: str, step: _Step) -> AbstractContextManager[Any]:
         # Also in steps without a recording, so that all of a round have the same bits.
         if not step.checks.recordable:
             return nullcontext()
         # Predictions are the user's, in whose hands they lie where they always do.
-        return kernels.alone(name in EVALUATING and step.checks.placeless)
+        return LargeOperators(name in EVALUATING and step.checks.placeless)
 
     def _watched(
         self, work: EvaluationWork, on_clients: OnClients | None, step: _Step

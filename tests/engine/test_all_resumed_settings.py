@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import kernels
+from lightning_pfl.engine import large_operators
 from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
@@ -242,7 +242,7 @@ def require_resumed(
 
     Products in single precision are large enough for oneDNN.
     """
-    patch.setattr(kernels, "LARGE", 100)
+    patch.setattr(large_operators, "LARGE", 100)
     for kind in ("training", "evaluation"):
         patch.setattr(Probe, f"{kind}_estimate", lambda *_: Estimate(1e9, together))
     whole = run(name, tmp_path, **problem)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import channels_last, kernels, trace
+from lightning_pfl.engine import channels_last, trace
 from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.known_code import asks_for_places, read_by_step
+from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
@@ -41,7 +42,7 @@ def lies_last(x: Tensor) -> bool:
 def convolved(tensors: list[Tensor], fast: bool, **settings: Any) -> list[Tensor]:
     """A convolution, and the gradients of the sum of its squares."""
     leaves = [leaf.clone().requires_grad_() for leaf in tensors]
-    with kernels.alone(last=fast):
+    with LargeOperators(last=fast):
         out: Tensor = F.conv2d(*leaves, **settings)  # type: ignore[call-overload]
         grads = torch.autograd.grad(out.square().sum(), leaves)
     return [out.detach(), *grads]
@@ -92,7 +93,7 @@ def test_pictures_smaller_than_half_of_the_weights_move_back() -> None:
     """4 x 2 x 2 numbers in and 16 x 2 x 2 out, of 576 weights, which would be moved as well."""
     torch.manual_seed(0)
     x, w = torch.randn(1, 4, 2, 2), torch.randn(16, 4, 3, 3)
-    with kernels.alone(last=True):
+    with LargeOperators(last=True):
         out = F.conv2d(x.contiguous(memory_format=torch.channels_last), w, padding=1)
     assert out.is_contiguous()
     assert torch.equal(out, F.conv2d(x, w, padding=1))
@@ -105,7 +106,7 @@ def test_pictures_of_half_as_many_numbers_as_the_weights_move(
     """2 x 8 x 3 x 3 in and as many out are half of 576, 8 x 4 x 4 are fewer."""
     torch.manual_seed(0)
     x, w = torch.randn(pictures, 8, side, side), torch.randn(8, 8, 3, 3)
-    with kernels.alone(last=True):
+    with LargeOperators(last=True):
         out = F.conv2d(x, w, padding=1)
     assert lies_last(out) is moved
 
@@ -113,7 +114,7 @@ def test_pictures_of_half_as_many_numbers_as_the_weights_move(
 def test_transposed_convolutions_are_torchs() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 3, 9, 9), torch.randn(3, 4, 3, 3)
-    with kernels.alone(last=True):
+    with LargeOperators(last=True):
         out = F.conv_transpose2d(x, w)
     assert torch.equal(out, F.conv_transpose2d(x, w))
     assert out.stride() == F.conv_transpose2d(x, w).stride()

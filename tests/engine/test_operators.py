@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pfl.engine.kernels import FastKernels, LargePooling
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
+from lightning_pfl.engine.large_operators import LargePooling
 from lightning_pfl.engine.operators import OperatorMode, fastest_call
 from lightning_pfl.engine.recording import Recorder
+from lightning_pfl.engine.vectorized.kernels import FastKernels
 
 aten = torch.ops.aten
 MANY = 2, 3

@@ -675,7 +675,7 @@ def test_pooling_of_large_pictures_is_replayed_with_the_same_bits(
     layers = nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     module = PersonalizedModule(nn.Sequential(*layers), nn.Linear(12, CLASSES)).double()
     plain = run(method, module, limit=0)
-    monkeypatch.setattr("lightning_pfl.engine.kernels.POOLED", 1)
+    monkeypatch.setattr("lightning_pfl.engine.large_operators.POOLED", 1)
     recorded = run(method, module)
     assert replays(recorded) > 3
     assert_rounds_equal(recorded, plain)

@@ -22,7 +22,6 @@ from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.client_logs import ClientLogs
 from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.epoch import Epoch
-from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import LogCapture
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.global_rng import Elsewhere
@@ -30,6 +29,7 @@ from lightning_pfl.engine.safety.guard import guarded, unwritten
 from lightning_pfl.engine.steps import Budget, Limits, fitting_samples
 from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
+from lightning_pfl.engine.vectorized.kernels import FastKernels
 from lightning_pfl.engine.vectorized.loaders import LoaderBatches
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.ordered import OrderedBatches

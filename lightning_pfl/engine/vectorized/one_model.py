@@ -14,11 +14,11 @@ from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
 from lightning_pfl.engine.safety.guard import guarded
@@ -120,8 +120,8 @@ class OneModelEvaluation:
         known.throwaway = writable(self.module)
         return known
 
-    def _kernels(self, step: str) -> AbstractContextManager[None]:
-        return kernels.alone(last=self._checks[step].placeless)
+    def _kernels(self, step: str) -> LargeOperators:
+        return LargeOperators(self._checks[step].placeless)
 
     def _watched(self, step: str, known: bool) -> AbstractContextManager[Elsewhere]:
         """Watch what a step may leave behind: of layers that are torch's alone only draws."""

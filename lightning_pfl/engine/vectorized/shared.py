@@ -12,12 +12,12 @@ from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
-from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.optimizer import Recordings
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.steps import Limits
 from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.kernels import FastKernels
 from lightning_pfl.engine.vectorized.survey import NOTHING_KNOWN, Survey, Surveys
 from lightning_pfl.engine.whole_steps import WholeSteps
 from lightning_pfl.methods.base import Phase

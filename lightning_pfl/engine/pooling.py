@@ -1,0 +1,61 @@
+"""2 x 2 max pooling by elementwise maxima, and the settings of layers with windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, ...]:
+    """Return a pooling's settings as pairs, None for what is no pair; the stride has a default."""
+    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
+    return tuple(map(pair, sides))
+
+
+def pair(value: Any) -> tuple[int, int] | None:
+    """Return a setting for both sides, None if it is neither a number nor numbers."""
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, (tuple, list)) and value and all(isinstance(v, int) for v in value):
+        return int(value[0]), int(value[-1])
+    return None
+
+
+def _quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four members of each 2 x 2 window in row-major order, without odd last rows."""
+    height, width = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
+    x = x[..., :height, :width]
+    return (
+        x[..., 0::2, 0::2],
+        x[..., 0::2, 1::2],
+        x[..., 1::2, 0::2],
+        x[..., 1::2, 1::2],
+    )
+
+
+class MaxPool2x2(torch.autograd.Function):
+    """2 x 2 max pooling over the last two axes; the first of equal maxima gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Take maxima by rows, then by columns, in contiguous memory."""
+        a, b, c, d = _quadrants(x)
+        top, bottom = torch.maximum(a, b), torch.maximum(c, d)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x, a >= b, c >= d, top >= bottom)
+        return torch.maximum(top, bottom)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Route each window's gradient to its first maximum."""
+        x, left_above, left_below, above = ctx.saved_tensors
+        odd = x.shape[-2] % 2 or x.shape[-1] % 2
+        result = torch.zeros_like(x) if odd else torch.empty_like(x)
+        to_a, to_b, to_c, to_d = _quadrants(result)
+        top = grad * above
+        bottom = grad - top
+        torch.sub(top, torch.mul(top, left_above, out=to_a), out=to_b)
+        torch.sub(bottom, torch.mul(bottom, left_below, out=to_c), out=to_d)
+        return result

@@ -1,0 +1,224 @@
+"""The kernels for a CPU give what torch's own give each client alone: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_pfl.engine.vectorized import kernels
+from lightning_pfl.engine.vectorized.kernels import FastKernels
+
+CLIENTS = 3
+Dims = tuple[int | None, ...]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def check(function: Callable[..., Tensor], tensors: list[Tensor], dims: Dims) -> None:
+    """A weighted sum of the outputs and its gradients, under ``vmap`` and client by client."""
+
+    def fast(*args: Tensor) -> Tensor:
+        with FastKernels():
+            return function(*args)
+
+    def alone(*args: Tensor) -> Tensor:
+        def of(k: int) -> list[Tensor]:
+            pairs = zip(args, dims, strict=True)
+            return [arg if dim is None else arg.select(dim, k) for arg, dim in pairs]
+
+        return torch.stack([function(*of(k)) for k in range(CLIENTS)])
+
+    results = []
+    for run in (torch.vmap(fast, in_dims=dims), alone):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        shares = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+        grads = torch.autograd.grad((out * shares).sum(), leaves)
+        results.append((out.detach(), *grads))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stride": {"stride": 2},
+    "padding": {"padding": 1},
+    "dilation": {"dilation": 2},
+    "pairs": {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+    "all at once": {"stride": 2, "padding": 2, "dilation": 2},
+    "padding by name": {"padding": "same"},
+    "groups": {"groups": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shared", ["nothing", "weights", "samples"])
+@pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(settings: dict[str, Any], shared: str, bias: bool) -> None:
+    x, w, b = (2, 4, 7, 6), (6, 4 // settings.get("groups", 1), 3, 2), (6,)
+    x_dim, w_dim = None if shared == "samples" else 0, None if shared == "weights" else 0
+    shapes = [(x, x_dim), (w, w_dim), (b, w_dim)][: 3 if bias else 2]
+    tensors = [draw(*(() if dim is None else (CLIENTS,)), *shape) for shape, dim in shapes]
+    dims = tuple(dim for _, dim in shapes)
+    check(lambda *args: F.conv2d(*args, **settings), tensors, dims)
+
+
+@pytest.mark.parametrize("dims", [(1, 0, 0), (0, 1, 0), (2, 3, 1), (0, 0, None), (0, None, 0)])
+def test_the_clients_of_a_convolution_may_be_on_any_axis(dims: Dims) -> None:
+    shapes: list[list[int]] = [[2, 4, 7, 6], [6, 4, 3, 2], [6]]
+    for shape, dim in zip(shapes, dims, strict=True):
+        if dim is not None:
+            shape.insert(dim, CLIENTS)
+    check(F.conv2d, [draw(*shape) for shape in shapes], dims)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers count as wide ones."""
+    monkeypatch.setattr(kernels, "WIDE", 1)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)])
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 0), (1, 2, 1), (0, None, None), (None, 0, 0), (0, 1, None)]
+)
+def test_linear_layers(dims: Dims, shape: tuple[int, ...], bias: bool) -> None:
+    shapes: list[list[int]] = [[*shape], [6, 4], [6]]
+    for shape_, dim in zip(shapes, dims, strict=True):
+        if dim is not None:
+            shape_.insert(dim, CLIENTS)
+    count = 3 if bias else 2
+    check(F.linear, [draw(*shape_) for shape_ in shapes[:count]], dims[:count])
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
+    x, w = draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4).requires_grad_()
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        with FastKernels():
+            return F.linear(x, w)
+
+    (grad,) = torch.autograd.grad(torch.vmap(layer)(x, w).sum(), w)
+    assert grad.stride() == w.stride()
+
+
+def test_one_picture_without_an_axis_for_samples() -> None:
+    check(F.conv2d, [draw(CLIENTS, 4, 7, 6), draw(CLIENTS, 6, 4, 3, 2)], (0, 0))
+    check(lambda x: F.max_pool2d(x, 2), [draw(CLIENTS, 4, 7, 6)], (0,))
+
+
+POOLS: dict[str, dict[str, Any]] = {
+    "2": {"kernel_size": 2},
+    "pair": {"kernel_size": (2, 2), "stride": (2, 2)},
+    "overlapping": {"kernel_size": 2, "stride": 1},
+    "unequal": {"kernel_size": (2, 1)},
+    "3": {"kernel_size": 3},
+    "padding": {"kernel_size": 2, "padding": 1},
+    "dilation": {"kernel_size": 2, "dilation": 2},
+    "ceil": {"kernel_size": 2, "ceil_mode": True},
+}
+
+
+@pytest.mark.parametrize("size", [(6, 4), (7, 5), (5, 6), (4, 3)])
+@pytest.mark.parametrize("settings", POOLS.values(), ids=POOLS)
+def test_pooling(settings: dict[str, Any], size: tuple[int, int]) -> None:
+    check(lambda x: F.max_pool2d(x, **settings), [draw(CLIENTS, 2, 3, *size)], (0,))
+
+
+@pytest.mark.parametrize("settings", POOLS.values(), ids=POOLS)
+def test_pooling_of_what_a_convolution_of_all_clients_returns(settings: dict[str, Any]) -> None:
+    def both(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = F.max_pool2d(F.conv2d(x, w, b), **settings)
+        return out
+
+    shapes = (2, 3, 7, 6), (4, 3, 3, 2), (4,)
+    check(both, [draw(CLIENTS, *shape) for shape in shapes], (0, 0, 0))
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_the_clients_of_a_pooling_may_be_on_any_axis(dim: int) -> None:
+    shape = [2, 4, 7, 6]
+    shape.insert(dim, CLIENTS)
+    check(lambda x: F.max_pool2d(x, 2), [draw(*shape)], (dim,))
+
+
+def test_of_equal_maxima_the_first_has_the_gradient() -> None:
+    """Of whole numbers from 0 to 1, most windows have several maxima; so has every ReLU of 0."""
+    x = torch.randint(2, (CLIENTS, 5, 3, 8, 8)).double()
+    check(lambda x: F.max_pool2d(x, 2), [x], (0,))
+
+
+@pytest.mark.parametrize(
+    ("convolved", "expected"), [(True, ["GroupedConvolution"]), (False, ["MaxPool2x2"])]
+)
+def test_the_kernels_are_the_ones_that_run(
+    monkeypatch: pytest.MonkeyPatch, convolved: bool, expected: list[str]
+) -> None:
+    """Torch's own pooling runs where channels are last, as behind a convolution."""
+    calls: list[str] = []
+
+    def counted(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls.append(name)
+            return apply(*args)
+
+        return run
+
+    for name in ("GroupedConvolution", "MaxPool2x2"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernel, "apply", counted(name, kernel.apply))
+    x, w, b = draw(CLIENTS, 2, 1, 6, 6), draw(CLIENTS, 4, 1, 3, 3), draw(CLIENTS, 4)
+
+    def layers(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with FastKernels():
+            return F.max_pool2d(F.conv2d(x, w, b) if convolved else x, 2)
+
+    torch.vmap(layers)(x, w, b)
+    assert calls == expected
+
+
+def test_means_of_whole_pictures_that_are_channels_last() -> None:
+    """As a grouped convolution of many clients returns them, which torch's own can't take."""
+    x, w = draw(CLIENTS, 2, 4, 5, 5), draw(CLIENTS, 6, 4, 3, 3)
+    check(lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), 1), [x, w], (0, 0))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2)])
+def test_means_of_parts_of_pictures(size: tuple[int, int]) -> None:
+    check(lambda x: F.adaptive_avg_pool2d(x, size), [draw(CLIENTS, 2, 4, 6, 6)], (0,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_short_numbers_with_statistics_in_single(training: bool) -> None:
+    """As in mixed precision: the same as for each client alone, and the statistics it leaves."""
+    x = torch.randn(CLIENTS, 8, 3, 4, 4).bfloat16()
+    weight, bias = torch.randn(CLIENTS, 3), torch.randn(CLIENTS, 3)
+
+    def run(function: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = torch.zeros(CLIENTS, 3), torch.ones(CLIENTS, 3)
+        return function(mean, var, x, weight, bias), mean, var
+
+    def norm(mean: Tensor, var: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias, training, 0.3)
+
+    def alone(*args: Tensor) -> Tensor:
+        return torch.stack([norm(*(arg[k] for arg in args)) for k in range(CLIENTS)])
+
+    with FastKernels():
+        out, mean, var = run(torch.vmap(norm))
+    expected, expected_mean, expected_var = run(alone)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=2.0**-7)
+    torch.testing.assert_close(mean, expected_mean)
+    torch.testing.assert_close(var, expected_var)
