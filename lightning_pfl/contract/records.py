@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -188,12 +189,32 @@ class Evaluation:
         counts: Samples evaluated, int64 ``(clients,)``.
         options: Options of each value.
         predictions: For ``predict_step``: per client, the list of results of its batches.
+        orders: The names that a step has logged, in its order, of all steps.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     options: dict[str, LogOptions] = field(default_factory=dict)
     predictions: list[list[Any]] = field(default_factory=list)
+    orders: frozenset[tuple[str, ...]] = frozenset()
+
+    def ordered(self) -> Evaluation:
+        """Sort the values as steps log them, whichever client or engine was first.
+
+        Of names that no step logs one after the other, the first in the alphabet is first, as it is
+        where steps contradict each other.
+        """
+        after = {name: set[str]() for order in self.orders for name in order}
+        for order in self.orders:
+            for earlier, later in pairwise(order):
+                after[later].add(earlier)
+        names = []
+        while after:
+            free = [name for name, others in after.items() if not others & after.keys()]
+            names.append(min(free or after))
+            del after[names[-1]]
+        values = {name: self.values[name] for name in names if name in self.values}
+        return replace(self, values={**values, **self.values})
 
     def spread(self, at: Tensor, clients: int) -> Evaluation:
         """Place the clients among others, which have no samples.
@@ -207,7 +228,7 @@ class Evaluation:
             for key, found in self.values.items()
         }
         counts = torch.zeros(clients, dtype=torch.int64).index_copy(0, at, self.counts.cpu())
-        return Evaluation(values, counts, self.options)
+        return Evaluation(values, counts, self.options, orders=self.orders)
 
 
 @dataclass

@@ -69,6 +69,7 @@ class LogCapture:
         options: The options of each name; kept across steps.
         reductions: ``reduce_fx`` and ``batch_size`` of each name in its last step.
         calls: Calls of torchmetrics objects that the last step has left to be made; None for none.
+        orders: The names that a step has logged, in its order, of all steps since `restart`.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,11 @@ class LogCapture:
         self._logged: list[str] = []
         self._apart: set[str] = set()
         self._ways: dict[tuple[Any, ...], int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Start to collect orders."""
+        self.orders: set[tuple[str, ...]] = set()
         self._way: int | None = None
 
     def begin(self, batch: Any) -> None:
@@ -162,11 +168,13 @@ class LogCapture:
         named, _, self.calls = list(self._ways)[way]
         for name, (reduction, options) in named:
             self.reductions[name], self.options[name] = reduction, options
+        self.orders.add(tuple(name for name, _ in named))
         self._way = way
 
     def take(self) -> dict[str, Tensor | Metric]:
         """Return and clear the step's values, since tensors are invalid outside their ``vmap``."""
         values, self.values = self.values, {}
+        self.orders.add(tuple(values))
         return values
 
 

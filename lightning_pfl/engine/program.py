@@ -122,6 +122,7 @@ class ClientProgram:
     def capturing(self) -> Iterator[None]:
         """Replace the module's ``log`` inside a ``with`` block."""
         self.module.__dict__["log"] = self.log
+        self.log.restart()
         try:
             yield
         finally:

@@ -218,7 +218,8 @@ class SequentialEvaluation:
                     checks.look_after_hooks(traces)
                     traces.enter(settings())
         # Nothing is predicted here.
-        return Evaluation(logs.compute(), torch.tensor(counts), dict(program.log.options))
+        options, orders = dict(program.log.options), frozenset(program.log.orders)
+        return Evaluation(logs.compute(), torch.tensor(counts), options, orders=orders)
 
     def _program(self, work: EvaluationWork, step: _Step) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
@@ -299,5 +300,6 @@ class SequentialEvaluation:
                     before = snapshot(self.module, others) if again else None
         moved |= before is not None and writes(before)
         self.draws_elsewhere = self._elsewhere[name] = elsewhere
-        options = dict(program.log.options)
-        return Evaluation(logs.compute(), torch.tensor(counts), options, predictions), moved
+        options, orders = dict(program.log.options), frozenset(program.log.orders)
+        counted = torch.tensor(counts)
+        return Evaluation(logs.compute(), counted, options, predictions, orders), moved

@@ -268,6 +268,7 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
         torch.cat([part.counts for part in parts])[position],
         {name: options for part in parts for name, options in part.options.items()},
         [predictions[at] for at in position.tolist()] if predictions else [],
+        frozenset().union(*(part.orders for part in parts)),
     )
 
 

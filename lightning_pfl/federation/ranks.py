@@ -566,7 +566,7 @@ def gather_work(
 def gather_evaluation(
     shard: RankShard, found: Evaluation, said: Any = None
 ) -> tuple[Evaluation, list[Any]]:
-    """Gather the results of all clients on every process.
+    """Gather the results of all clients on every process, their values as steps log them.
 
     Args:
         shard: This process's shard of the clients.
@@ -577,18 +577,19 @@ def gather_evaluation(
         The results of all clients, and what each process has said.
     """
     if shard.alone:
-        return found, [said]
-    mine = (_as_arrays(found.values), found.counts.tolist(), found.options, found.predictions, said)
-    values, counts, options, predictions, heard = zip(
-        *shard.ranks.all_gather_objects(mine), strict=True
+        return found.ordered(), [said]
+    listed = found.counts.tolist(), found.options, found.predictions, found.orders
+    values, counts, options, predictions, orders, heard = zip(
+        *shard.ranks.all_gather_objects((_as_arrays(found.values), *listed, said)), strict=True
     )
     everything = Evaluation(
         shard.join_values(values),
         torch.tensor(shard.in_order(counts), dtype=torch.int64),
         _merged(options),
         shard.in_order(predictions) if any(predictions) else [],
+        frozenset().union(*orders),
     )
-    return everything, list(heard)
+    return everything.ordered(), list(heard)
 
 
 def _as_arrays(values: Mapping[str, Tensor]) -> dict[str, Any]:

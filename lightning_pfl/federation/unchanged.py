@@ -218,4 +218,5 @@ def _updated(before: Evaluation, which: Tensor, run: Callable[[Tensor], Evaluati
         {name: replaced(before.values.get(name), new.values.get(name)) for name in names},
         replaced(before.counts, new.counts),
         {**before.options, **new.options},
+        orders=before.orders | new.orders,
     )

@@ -195,7 +195,8 @@ class VectorizedEvaluation:
                         replayed = look()
         self.quiet[step] = quiet and known
         values = {**logs.compute(), **metrics.compute()}
-        return Evaluation(values, counts.cpu(), dict(self.program.log.options), predictions)
+        options, orders = dict(self.program.log.options), frozenset(self.program.log.orders)
+        return Evaluation(values, counts.cpu(), options, predictions, orders)
 
     def _step(self, name: str) -> _Step:
         """Begin an evaluation by a step, of which recordings are kept."""
