@@ -419,7 +419,7 @@ class CodeReader:
         self.read[function, "__code__"] = function.__code__
         self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
         self._closure(function)
-        for code in _codes(function.__code__):
+        for code in codes_in(function.__code__):
             self._code(function, _instructions(code))
 
     def _closure(self, function: FunctionType) -> None:
@@ -433,7 +433,7 @@ class CodeReader:
             value = self.read[function, f"around {name}"] = cell.cell_contents
             if not is_constant(value):
                 self._known(name, value)
-        for code in _codes(function.__code__):
+        for code in codes_in(function.__code__):
             for kind, name in _instructions(code):
                 if kind in ("STORE_DEREF", "DELETE_DEREF") and name in names:
                     unknown(f"{function.__qualname__} changes {name!r} around it")
@@ -586,12 +586,12 @@ def _is_layer(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Iterate over the code of a function and of those inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
 
 
 @cache

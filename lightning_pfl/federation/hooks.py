@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import lightning as L
 
 from lightning_pfl._lightning import is_overridden
+from lightning_pfl.engine.known_code import codes_in
 
 STEP_HOOKS = (
     "backward",
@@ -61,7 +62,7 @@ def counters_read(module: L.LightningModule) -> list[str]:
         for function in _functions(module, name, around):
             if function not in seen:
                 seen.add(function)
-                found = {one for code in _codes(function.__code__) for one in code.co_names}
+                found = {one for code in codes_in(function.__code__) for one in code.co_names}
                 names |= found
                 waiting += [(one, function.__globals__) for one in found]
     return [name for name in COUNTERS if name in names and name not in vars(module)]
@@ -88,14 +89,6 @@ def _filled(cell: Any) -> bool:
         return isinstance(cell.cell_contents, FunctionType)
     except ValueError:  # empty
         return False
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Walk through code and that of the functions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _is_framework(value: Any) -> bool:
