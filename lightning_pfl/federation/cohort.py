@@ -40,6 +40,7 @@ from lightning_pfl.federation.gate import (
     decide,
     find_outliers,
 )
+from lightning_pfl.federation.means import mean_over_ranks
 from lightning_pfl.federation.ranks import form_of, gather_work, known_form
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.graphs.messages import Exchange, PeerExchange
@@ -271,10 +272,11 @@ class Cohort:
         """
         if not accepted.any():  # nobody looks at the numbers
             none = self.mine.weights[:0]
-            return expand(self.trained.mean(work.uploads, none, self.upload_form), len(accepted))
+            mean = mean_over_ranks(self.trained, work.uploads, none, self.upload_form)
+            return expand(mean, len(accepted))
         mine = accepted[self.trained.index]
         uploads = work.uploads if mine.all() else rows(work.uploads, mine.nonzero().flatten())
-        mean = self.shard.mean(uploads, self.mine.weights, self.upload_form)
+        mean = mean_over_ranks(self.shard, uploads, self.mine.weights, self.upload_form)
         return expand(mean, len(accepted))
 
     def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:

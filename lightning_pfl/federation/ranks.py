@@ -11,10 +11,11 @@ processes in the order of the list.
   round. So all processes have all samples. With ``split_data`` each has those of its clients, which
   train where they live.
 - Each process decides about the uploads of its clients, and the decisions are shared. Where the
-  server needs their weighted mean alone, each process adds up its own and the sums are added up:
-  what is sent doesn't grow with the cohort. Otherwise, or if a callback looks at them, the uploads
-  of all clients reach every process. Every process computes the same server update. Both ways give
-  the bits of one process with the sequential engine, as sums have the same bits in any order.
+  server needs their weighted mean alone, each process adds up its own and the sums are added up
+  (``means.py``): what is sent doesn't grow with the cohort. Otherwise, or if a callback looks at
+  them, the uploads of all clients reach every process. Every process computes the same server
+  update. Both ways give the bits of one process with the sequential engine, as sums have the same
+  bits in any order.
 - Evaluations and predictions are shared in the same way, so loggers, ``EarlyStopping`` and
   ``ModelCheckpoint`` decide alike everywhere.
 - A checkpoint holds all client states, in a file, or in one of each process (``shards.py``), and
@@ -43,7 +44,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
-from lightning_pfl.core.sums import as_rows, double_sum, largest, rounded, rounding, sum_above
 from lightning_pfl.core.tree import Path, Tree, items, leaf_at, map_items, rows, tmap
 from lightning_pfl.engine.client_logs import LOSS
 from lightning_pfl.federation.presence import Presence
@@ -52,12 +52,8 @@ BLOCK = 2**26
 """Bytes that a process sends at once, if one leaf isn't more."""
 SMALL = 2**13
 """Bytes of an object that processes send in one call."""
-WORTH_A_CALL = 2**17
-"""Entries of all clients' uploads from which plain sums save more than a collective call takes."""
 _AGREEMENTS = count()
 """Numbers of agreements, which processes count alike."""
-SLACK = 0.05
-"""Fraction of its part of the work that a process may have more, before states move."""
 
 
 class Ranks:
@@ -237,7 +233,7 @@ class RankShard:
         """
         if self.alone or not self.total:
             return tree
-        form = self._agree_on_form(tree) if form is None else form
+        form = self.agree_on_form(tree) if form is None else form
         if form is None:
             return tree
         found: dict[Path, Tensor] = {}
@@ -245,112 +241,10 @@ class RankShard:
             found |= self._gather(tree, block)
         return map_items(lambda path, _: found[path], form)
 
-    def _agree_on_form(self, tree: Tree) -> Tree | None:
+    def agree_on_form(self, tree: Tree) -> Tree | None:
         """Describe a client's rows in all processes; None if none has a client."""
         mine = form_of(tree) if len(self._shards[self.ranks.rank]) else None
         return known_form(self.ranks.all_gather_objects(mine))
-
-    def mean(self, tree: Tree, weights: Tensor, form: Tree | None = None) -> Tree:
-        """Average over the clients of all processes, with the bits of ``core.tree.weighted_mean``.
-
-        Args:
-            tree: This process's rows; empty without clients.
-            weights: Their weights, ``(clients,)``; those of all processes sum to 1.
-            form: The :class:`Kind` of a row of each leaf, where all processes know it.
-
-        Returns:
-            A tree without client axis; empty if no process has a client.
-        """
-        form = self._agree_on_form(tree) if form is None else form
-        if form is None:
-            return {}
-        kinds = _kinds(form)
-        rows_of = {
-            path: None if (leaf := leaf_at(tree, path)) is None else as_rows(leaf) for path in kinds
-        }
-        means, doubtful = self._plain_means(rows_of, weights, kinds)
-        rest: dict[Path, tuple[Tensor | None, Kind]] = {}
-        for path, kind in kinds.items():
-            flat = rows_of[path]
-            if path not in means:
-                rest[path] = flat, Kind((kind.numel,), kind.dtype)
-            elif len(at := doubtful[path]):
-                some = None if flat is None else flat.index_select(1, at)
-                rest[path] = some, Kind((len(at),), kind.dtype)
-        for path, exact in (self._exact_means(rest, weights) if rest else {}).items():
-            if path in means:
-                means[path][doubtful[path]] = exact
-            else:
-                means[path] = exact
-        return map_items(lambda path, kind: means[path].view(kind.shape), form)
-
-    def _plain_means(
-        self, rows_of: Mapping[Path, Tensor | None], weights: Tensor, kinds: Mapping[Path, Kind]
-    ) -> tuple[dict[Path, Tensor], dict[Path, Tensor]]:
-        """Average leaves by plain sums, one for all processes, where that takes less time.
-
-        Returns:
-            The means ``(columns,)``, and the columns in which that of exact sums may round to
-            another number: few, so that these take a third of the time and half of the bytes.
-        """
-        device, ranks = self.ranks.device, self.ranks
-        paths = [
-            path
-            for path, kind in kinds.items()
-            if kind.dtype.is_floating_point and kind.dtype != torch.float64
-        ]
-        if device.type != "cpu" or self.total * sum(kinds[p].numel for p in paths) < WORTH_A_CALL:
-            return {}, {}
-        # What a bound of the error needs from each process, in rows that the others leave 0.
-        ends = torch.zeros(ranks.size, 1 + len(paths), dtype=torch.float64)
-        ends[ranks.rank, 0] = weights.double().sum()
-        sums = []
-        for column, path in enumerate(paths, 1):
-            flat = rows_of[path]
-            if flat is None or not flat.numel():
-                sums.append(torch.zeros(kinds[path].numel, dtype=torch.float64))
-                continue
-            ends[ranks.rank, column] = largest(flat)
-            sums.append(double_sum(flat, weights))
-        ends, *sums = ranks.all_reduce([ends, *sums], distributed.ReduceOp.SUM)
-        weight, most = float(ends[:, 0].sum()), ends[:, 1:].amax(0).tolist()
-        means, doubtful = {}, {}
-        for path, total, end in zip(paths, sums, most, strict=True):
-            bound = end * rounding(self.total, weight)
-            means[path], unsure = rounded(total, bound, kinds[path].dtype)
-            doubtful[path] = unsure.nonzero().flatten()
-        return means, doubtful
-
-    def _exact_means(
-        self, leaves: Mapping[Path, tuple[Tensor | None, Kind]], weights: Tensor
-    ) -> dict[Path, Tensor]:
-        """Average rows ``(clients, columns)`` by sums whose bits no order of clients changes.
-
-        Of integers the largest.
-        """
-        device, kinds = self.ranks.device, {path: kind for path, (_, kind) in leaves.items()}
-        mine = {path: flat for path, (flat, _) in leaves.items()}
-        floats = [path for path, kind in kinds.items() if kind.dtype.is_floating_point]
-        high = {path: _largest(mine[path], kind, device) for path, kind in kinds.items()}
-        below = [-_smallest(mine[path], kinds[path], device) for path in floats]
-        # Backends don't have every dtype, and these values change none of its numbers.
-        sent = [_widened(leaf) for leaf in (*high.values(), *below)]
-        reduced = self.ranks.all_reduce(sent, distributed.ReduceOp.MAX)
-        high = dict(zip(high, reduced, strict=False))
-        low = {path: -leaf for path, leaf in zip(floats, reduced[len(high) :], strict=True)}
-        sums = [
-            torch.zeros(kinds[path].shape, dtype=torch.float64, device=device)
-            if (flat := mine[path]) is None
-            else sum_above(flat, weights, (low[path], high[path]))[1]
-            for path in floats
-        ]
-        total = dict(
-            zip(floats, self.ranks.all_reduce(sums, distributed.ReduceOp.SUM), strict=True)
-        )
-        return {
-            path: (low[path].double() + total[path] if path in total else high[path]).to(kind.dtype)
-            for path, kind in kinds.items()
-        }
 
     def in_order(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Join what all processes have found for their clients in the order of the list."""
@@ -436,7 +330,8 @@ def known_form(forms: Sequence[Tree | None]) -> Tree | None:
     return next((form for form in forms if form is not None), None)
 
 
-def _kinds(form: Tree) -> dict[Path, Kind]:
+def kinds_of(form: Tree) -> dict[Path, Kind]:
+    """Return the kinds of a form, by the paths of the leaves."""
     return cast("dict[Path, Kind]", dict(items(form)))
 
 
@@ -444,7 +339,7 @@ def _blocks(form: Tree, width: int) -> Iterator[dict[Path, Kind]]:
     """Group leaves so that those of ``width`` clients take at most :data:`BLOCK`, if one does."""
     block: dict[Path, Kind] = {}
     size = 0
-    for path, kind in _kinds(form).items():
+    for path, kind in kinds_of(form).items():
         if block and size + width * kind.nbytes > BLOCK:
             yield block
             block, size = {}, 0
@@ -452,89 +347,6 @@ def _blocks(form: Tree, width: int) -> Iterator[dict[Path, Kind]]:
         size += width * kind.nbytes
     if block:
         yield block
-
-
-def _largest(leaf: Tensor | None, kind: Kind, device: torch.device) -> Tensor:
-    if leaf is not None:
-        return leaf.amax(0)
-    least = -torch.inf if kind.dtype.is_floating_point else _least(kind.dtype)
-    return torch.full(kind.shape, least, dtype=kind.dtype, device=device)
-
-
-def _least(dtype: torch.dtype) -> int:
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _smallest(leaf: Tensor | None, kind: Kind, device: torch.device) -> Tensor:
-    if leaf is not None:
-        return leaf.amin(0)
-    return torch.full(kind.shape, torch.inf, dtype=kind.dtype, device=device)
-
-
-def _widened(leaf: Tensor) -> Tensor:
-    if not leaf.is_floating_point():
-        return leaf.long()
-    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
-
-
-def deal_evenly(num_samples: Tensor, size: int) -> Tensor:
-    """Deal all clients to processes so that each has about as many clients and samples.
-
-    From most samples to fewest, back and forth: 0, 1, 1, 0, 0, 1, ...
-
-    Args:
-        num_samples: Samples of each client, int64 ``(clients,)``.
-        size: Number of processes.
-
-    Returns:
-        The rank of each client, int64 ``(clients,)``.
-
-    Example:
-        >>> deal_evenly(torch.tensor([5, 9, 1, 7]), 2)
-        tensor([1, 0, 0, 1])
-    """
-    order = torch.argsort(num_samples, descending=True, stable=True)
-    turn = torch.arange(len(order)) % (2 * size)
-    owners = torch.empty_like(order)
-    owners[order] = turn.minimum(2 * size - 1 - turn)
-    return owners
-
-
-def deal(costs: Sequence[float], size: int, homes: Sequence[int] | None = None) -> list[int]:
-    """Deal clients to processes so that each has about as much to do.
-
-    Most expensive clients come first. One stays at home while this process then has at most
-    :data:`SLACK` more than its part; the others go to the process with least to do.
-
-    Args:
-        costs: What each client costs, in any unit.
-        size: Number of processes.
-        homes: The processes that have the clients' states; None: no client has one.
-
-    Returns:
-        The rank of each client.
-
-    Example:
-        >>> deal([1.0, 1.0, 1.0, 1.0], 2, homes=[0, 0, 0, 1])
-        [0, 0, 1, 1]
-    """
-    load, count, owners = [0.0] * size, [0] * size, [0] * len(costs)
-
-    def take(client: int, rank: int) -> None:
-        owners[client] = rank
-        load[rank] += costs[client]
-        count[rank] += 1
-
-    part = (1 + SLACK) * max(sum(costs) / size, max(costs, default=0.0))
-    rest = []
-    for client in sorted(range(len(costs)), key=lambda client: -costs[client]):
-        if homes is not None and load[homes[client]] + costs[client] <= part:
-            take(client, homes[client])
-        else:
-            rest.append(client)
-    for client in rest:
-        take(client, min(range(size), key=lambda rank: (load[rank], count[rank])))
-    return owners
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ from lightning_pfl.federation.architectures import (
     one_architecture,
 )
 from lightning_pfl.federation.client_states import ClientStateStore
+from lightning_pfl.federation.dealing import deal, deal_evenly
 from lightning_pfl.federation.gate import MaxNorm, Verdict, refuse_step
-from lightning_pfl.federation.ranks import Ranks, RankShard, deal, deal_evenly
+from lightning_pfl.federation.ranks import Ranks, RankShard
 from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.metrics.history import History

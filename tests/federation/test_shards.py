@@ -23,7 +23,8 @@ from lightning_pfl.core.tree import Tree
 from lightning_pfl.federation import shards
 from lightning_pfl.federation.checkpoint import PARTS, check_complete
 from lightning_pfl.federation.client_states import ClientStateStore
-from lightning_pfl.federation.ranks import Ranks, deal_evenly
+from lightning_pfl.federation.dealing import deal_evenly
+from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.federation.shards import META, read_shards, write_shards
 from lightning_pfl.methods import FedRep
 from lightning_pfl.models import MLP
