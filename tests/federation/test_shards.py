@@ -29,7 +29,7 @@ from lightning_pfl.federation.shards import META, read_shards, write_shards
 from lightning_pfl.methods import FedRep
 from lightning_pfl.models import MLP
 from tests.engine.nets import CLASSES, image_clients
-from tests.federation.test_ranks import everywhere
+from tests.federation.thread_ranks import everywhere
 from tests.trainer.setting import trainer
 
 CLIENTS = 7
