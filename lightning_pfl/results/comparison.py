@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_pfl.metrics.history import AT_END, higher_is_better
-from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.results.figures import Line
 from lightning_pfl.results.groups import FURTHER, Group, differing, group_runs, show
+from lightning_pfl.results.notes import NAMED, notes_of
 from lightning_pfl.results.page import Page, Section
 from lightning_pfl.results.paired import Paired, pair
 from lightning_pfl.results.runs import WINDOW, Run, find_runs
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 BYTES = ("round/bytes_down", "round/bytes_up")
 BASELINES = ("LocalOnly", "FedAvg")
 MEGA = 1e6
-NAMED = 5
-"""Largest number of runs that a note names."""
 
 
 def compare(
@@ -359,82 +357,7 @@ class Comparison:
     @cached_property
     def notes(self) -> list[str]:
         """Sentences that a reader needs: runs left out, and what the ± does not cover."""
-        notes = self._left_out()
-        for group in self.groups:
-            names = (group.prefix + self.metric, self.metric)
-            notes += [
-                f"{run} ended in nan: a model of {group.label} broke."
-                for run in group.runs
-                if any(math.isnan(v) for name in names for v in [*run.series(name).values()][-1:])
-            ]
-            notes += [
-                f"{run}: up to {count:.0f} clients of a round have no number for {self.metric}. "
-                "The statistics leave them out."
-                for run in group.runs
-                if (
-                    count := max(
-                        run.series(f"{names[0]}/{LEFT_OUT}", self.rounds).values(), default=0
-                    )
-                )
-            ]
-            notes += [
-                f"{run} has no rounds before {run.begin}: it went on in a new folder. Its MB, "
-                "seconds and means are of its own rounds alone."
-                for run in group.runs
-                if run.begin
-            ]
-            seeds = Counter((run.settings.seed, run.settings.data_seed) for run in group.runs)
-            notes += [
-                f"{group.label} has {count} runs of seed {seed}, which all count. Remove copies."
-                for (seed, _), count in seeds.items()
-                if count > 1 and seed is not None
-            ]
-        for data in dict.fromkeys(group.data_label for group in self.groups):
-            members = [group for group in self.groups if group.data_label == data]
-            lengths = {run.rounds for group in members for run in group.runs}
-            if self.rounds is None and len(lengths) > 1:
-                notes.append(
-                    f"Runs differ in their number of rounds ({_listed(lengths)}). Pass --rounds "
-                    f"{min(lengths)} to compare them after as many."
-                )
-            every = {
-                tuple(sorted({str(run.settings.seed) for run in group.runs})) for group in members
-            }
-            if len(every) > 1:
-                notes.append("Methods differ in the seeds that they were run with.")
-        splits = {run.settings.data_seed for group in self.groups for run in group.runs}
-        if len(splits) == 1 and None not in splits and any(len(g.runs) > 1 for g in self.groups):
-            notes.append(
-                f"All runs have data.seed {min(s for s in splits if s is not None)}, so ± is over "
-                "the seeds of training on one split of the data. Vary data.seed, too, for more."
-            )
-        return list(dict.fromkeys(notes))
-
-    def _left_out(self) -> list[str]:
-        """Name the runs that don't count, a sentence for each reason."""
-        reasons: dict[str, list[Run]] = {}
-        for group in self._all_groups:
-            for run in group.left_out:
-                reasons.setdefault(self._why_left_out(run), []).append(run)
-        notes = []
-        for reason, runs in reasons.items():
-            more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
-            notes.append(f"Left out, {reason}: {', '.join(map(str, runs[:NAMED]))}{more}.")
-        stopped = [run.rounds for group in self._all_groups for run in group.left_out if run.rounds]
-        if stopped and self.rounds is None:
-            notes.append(f"Pass --rounds {min(stopped)} to compare all runs that came so far.")
-        return notes
-
-    def _why_left_out(self, run: Run) -> str:
-        if not run.rounds:
-            tested = any(name.startswith("test") for name in run.scalars.values)
-            if tested:
-                return "a test alone"
-            return "failed or stopped in the first round, or logged elsewhere"
-        far = run.finished if self.rounds is None else run.rounds >= self.rounds
-        if far:
-            return f"without {self.metric}"
-        return f"stopped after {run.rounds} of {run.settings.rounds or 'more'} rounds"
+        return notes_of(self.groups, self._all_groups, self.metric, self.rounds)
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -549,7 +472,3 @@ def _number(value: float, mean: float) -> str:
     if 0 < abs(mean) < 0.1:
         return f"{value:.{1 - math.floor(math.log10(abs(mean)))}f}"
     return f"{value:.{1 if abs(mean) >= 100 else 2 if abs(mean) >= 10 else 3}f}"
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
