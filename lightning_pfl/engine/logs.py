@@ -18,6 +18,9 @@ from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine.client_logs import JOINED, LOSS, REDUCTIONS, Reduction
 from lightning_pfl.engine.epoch import KINDS, Number
 
+TOO_FEW = "Needs at least two samples", "No samples to concatenate"
+"""How errors of torchmetrics objects begin that have seen too few samples to compute a value."""
+
 
 class TorchmetricsValue:
     """The value of a torchmetrics object for a minibatch, which is computed after the step.
@@ -245,6 +248,20 @@ def computed_metrics(metrics: dict[str, Metric]) -> dict[str, Tensor]:
     """Compute and reset the torchmetrics objects that a client's steps have filled."""
     results = {}
     for name, metric in metrics.items():
-        results[name] = one_number(name, metric.compute()).view(1)
+        results[name] = computed(name, metric).view(1)
         metric.reset()
     return results
+
+
+def computed(name: str, metric: Metric) -> Tensor:
+    """Compute a client's torchmetrics object, a scalar; NaN if it has seen too few samples."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    if not any(part.update_called for part in parts):  # a sum of two has none of its own
+        return torch.full((), torch.nan, dtype=torch.float64)
+    try:
+        value = metric.compute()
+    except ValueError as error:
+        if not str(error).startswith(TOO_FEW):
+            raise
+        return torch.full((), torch.nan, dtype=torch.float64)
+    return one_number(name, value)

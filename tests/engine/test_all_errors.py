@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torchmetrics import MetricCollection, R2Score
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy
@@ -153,37 +153,75 @@ def test_new_clients(engine: str) -> None:
 
 
 class Regressor(Classifier):
-    """Logs R2, which one sample doesn't have."""
+    """Logs R2, which one sample doesn't have, and two values of the second minibatch alone."""
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, way: str = "update") -> None:
         super().__init__()
-        self.step, self.score = step, R2Score()
+        self.step, self.way, self.score = step, way, R2Score()
+        self.seconds, self.listed = MeanMetric(), CatMetric()
 
-    def log_score(self, batch: Any, step: str) -> None:
-        if step == self.step:
-            self.score.update(self.layer(batch[0])[:, 0].detach(), batch[0][:, 0])
-            self.log("r2", self.score)
+    def log_scores(self, batch: Any, batch_idx: int, step: str) -> None:
+        if step != self.step:
+            return
+        getattr(self.score, self.way)(batch[0].sum(1), batch[0][:, 0])
+        if batch_idx == 1:
+            self.seconds.update(batch[0][:, 0])
+            self.listed.update(batch[0][:1, 0])
+        self.log("r2", self.score)
+        self.log("seconds", self.seconds)
+        self.log("listed", self.listed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log_score(batch, "training_step")
+        self.log_scores(batch, batch_idx, "training_step")
         return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log_score(batch, "validation_step")
+        self.log_scores(batch, batch_idx, "validation_step")
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def few_samples() -> FederatedTensorDataset:
+    """Clients of whom bob has one sample, and cyd alone two minibatches."""
+    data = clients()
+    parts = [range(4), [4], range(7, 12)]
+    return FederatedTensorDataset(data.fields, parts, names=NAMES, batch_size=4)
+
+
+def r2(some: Tensor) -> float:
+    """The share of the first column's variance that the rows' sums explain."""
+    of, by = some[:, 0].double(), some.sum(1).double()
+    return float(1 - ((of - by) ** 2).sum() / ((of - of.mean()) ** 2).sum())
+
+
+@pytest.mark.filterwarnings("ignore:.*is NaN, or not logged")
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "auto"])
 @pytest.mark.parametrize("step", ["training_step", "validation_step"])
 def test_a_metric_that_has_no_value_for_a_client(engine: str, step: str) -> None:
-    data = clients()
-    few = FederatedTensorDataset(
-        data.fields, [range(4), [4], range(8, 12)], names=NAMES, batch_size=4
-    )
+    """Its mean is over the others, round by round; nor has one that a client never updates."""
+    data, few = clients(), few_samples()
     train, val = (few, data) if step == "training_step" else (data, few)
-    match = f"^{step} failed for client 'bob' in round 0: Needs at least two samples"
+    run = fit(FedAvg(), train, Regressor(step), 3, engine, val_data=val)
+    x, last = data.fields[0], few.fields[0][11]
+    expected = {"r2": (r2(x[:4]) + r2(x[7:12])) / 2}
+    if step == "validation_step":  # in training the order of samples is drawn
+        expected |= {"seconds": float(last[0]), "listed": float(last[0])}
+        values = run.federation.client_results["val"].evaluations[""].values
+        assert values["r2"].isnan().tolist() == [False, True, False]
+        for name in ("seconds", "listed"):
+            assert values[name].isnan().tolist() == [True, True, False]
+    for name, value in expected.items():
+        assert run.metrics[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential"])
+def test_a_value_of_a_minibatch_that_has_none(engine: str) -> None:
+    match = (
+        "^validation_step failed for client 'bob' in round 0: Needs at least two samples to .*"
+        r"\. Where it is a torchmetrics object, call its `update` in the step and log the object"
+    )
+    module = Regressor("validation_step", "forward")
     with pytest.raises(ClientError, match=match):
-        fit(FedAvg(), train, Regressor(step), 1, engine, val_data=val)
+        fit(FedAvg(), clients(), module, 1, engine, val_data=few_samples())
 
 
 class LogsMetric(Classifier):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
-from lightning_pfl.engine.logs import one_number, tensors_in
+from lightning_pfl.engine.logs import computed, tensors_in
 from lightning_pfl.engine.noted_metrics import MARK, Calls, NotedMetrics, make_calls
 from lightning_pfl.engine.program import NotVectorizableError
 
@@ -108,6 +108,6 @@ class ClientMetrics(NotedMetrics):
                     one = self._copies[path, client]
                     if isinstance(one, MetricCollection):
                         one.items()  # gives all members their states
-                    results[client] = one_number(name, one.get_submodule(inner).compute())
+                    results[client] = computed(name, one.get_submodule(inner))
             found[name] = results.to(self.device)
         return found
