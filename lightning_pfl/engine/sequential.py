@@ -21,12 +21,13 @@ from lightning_pfl.contract.records import (
     Evaluation,
     LocalResult,
     OnClients,
+    OptimizerState,
 )
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import restoring_once
-from lightning_pfl.core.tree import Stacked
+from lightning_pfl.core.tree import Stacked, Tree
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_sample_wise
 from lightning_pfl.engine.apart import evaluates_apart
@@ -388,89 +389,120 @@ class SequentialEngine:
             self.generators = bool(self.generators) or local_step.random.moved
 
     def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> _Trained:
-        method, info, data = work.method, work.info, work.data
-        client = int(info.index)
+        """Run a client's phases, and make its upload and its new state."""
+        method, info = work.method, work.info
         received, client_state = work.received, work.client_state
         state = begin(method, received, client_state, info)
         kept = None if work.kept is None else dict(work.kept[0])
         first_epoch = 0
         for number, phase in enumerate(work.phases):
-            if number not in self._active:
-                self._active[number] = ActivePhase(phase, self.parameter_split)
-            active = self._active[number]
-            with (
-                active.modes(),
-                local_step.program.capturing(),
-                local_step.program.plain(phase.data == "public"),
-                local_step.random.replacing(),
-            ):
-                minibatches = ClientMinibatches(
-                    work.split(phase),
-                    client,
-                    phase_budget(phase),
-                    phase_limits(phase, self.limits),
-                    self.settings,
-                    *(info.round, work.stream, first_epoch),
-                    join=self._joins(work, number, phase),
-                )
-                local_step.program.throwaway = active.throwaway
-                if self.keeps_features and not phase.evaluate_only:
-                    found = self.prefix.features(
-                        minibatches.data,
-                        [client],
-                        minibatches.epochs_used,
-                        active,
-                        state,
-                        local_step.program,
-                        partial(self.settings_in, number),
-                    )
-                    if found is not None:
-                        minibatches.cache(found[0][0])
-                schedule = work.options(phase, len(minibatches.bounds))
-                plain = schedule is None or changes_rates_alone(schedule)
-                whole = self.whole_steps(work, number, active, local_step) if plain else None
-                local_step.begin(active, number, schedule)
-                self._record_gradients(active, number, local_step.program, whole is None)
-                before = None if kept is None else kept.get(phase.name, {})
-                steps = () if active.idle else minibatches
-                with (
-                    restoring_once() if self.runs_known_code else nullcontext(),
-                    self._leaving_no_trace(phase) if whole is None else nullcontext(),
-                    local_step.keeping(before) as after,
-                    local_step.in_loop(minibatches.per_epoch, after),
-                    naming_clients(
-                        "client_step",
-                        data.names,
-                        [client],
-                        info.round,
-                        work.missing_labels(phase),
-                    ),
-                ):
-                    if whole is None:
-                        for step in steps:
-                            batch = split_draws(step, phase.batches_per_step)
-                            local_step.new_step()
-                            with self._around():
-                                state = take_step(method, state, batch, local_step)
-                            local_step.end_step()
-                    else:
-                        count = len(minibatches.bounds) * minibatches.size
-                        state = local_step.take_whole_steps(*whole, method, state, steps, count)
-                if kept is not None and after:
-                    kept[phase.name] = after
+            state, epochs = self._phase(work, number, first_epoch, state, kept, local_step)
             if phase.data == "training":
-                first_epoch += minibatches.epochs_used
+                first_epoch += epochs
         if local_step.random.draws_elsewhere is not None:
             self.draws_elsewhere = local_step.random.draws_elsewhere
         if local_step.travel is not None:
             info.travel = local_step.travel.total
-        upload, client_state = end(method, work.received, client_state, state, info)
-        with naming_clients("training_step", data.names, [client], info.round):
+        upload, client_state = end(method, received, client_state, state, info)
+        with naming_clients("training_step", work.data.names, info.index, info.round):
             metrics = local_step.finish()
         options = dict(local_step.program.log.options)
         states = [] if kept is None else [kept]
         result = LocalResult(upload, client_state, metrics, options, optimizers=states)
         return result, local_step.client_logs
+
+    def _phase(
+        self,
+        work: LocalWork,
+        number: int,
+        first_epoch: int,
+        state: Tree,
+        kept: OptimizerState | None,
+        local_step: SequentialLocalStep,
+    ) -> tuple[Tree, int]:
+        """Run a phase of a client; return its state, and the epochs of which minibatches were used.
+
+        Args:
+            work: The client's work.
+            number: The number of the phase.
+            first_epoch: Number of the phase's first epoch within the round.
+            state: The client's state before.
+            kept: The states of its optimizers by phase, of which this one's becomes the new one;
+                None: they are fresh.
+            local_step: The client's step interface.
+        """
+        phase, info, program = work.phases[number], work.info, local_step.program
+        if number not in self._active:
+            self._active[number] = ActivePhase(phase, self.parameter_split)
+        active = self._active[number]
+        with (
+            active.modes(),
+            program.capturing(),
+            program.plain(phase.data == "public"),
+            local_step.random.replacing(),
+        ):
+            minibatches = self._minibatches(work, number, first_epoch)
+            program.throwaway = active.throwaway
+            self._add_features(minibatches, number, state, program)
+            schedule = work.options(phase, len(minibatches.bounds))
+            plain = schedule is None or changes_rates_alone(schedule)
+            whole = self.whole_steps(work, number, active, local_step) if plain else None
+            local_step.begin(active, number, schedule)
+            self._record_gradients(active, number, program, whole is None)
+            before = None if kept is None else kept.get(phase.name, {})
+            names, missing = work.data.names, work.missing_labels(phase)
+            with (
+                restoring_once() if self.runs_known_code else nullcontext(),
+                self._leaving_no_trace(phase) if whole is None else nullcontext(),
+                local_step.keeping(before) as after,
+                local_step.in_loop(minibatches.per_epoch, after),
+                naming_clients("client_step", names, info.index, info.round, missing),
+            ):
+                steps = () if active.idle else minibatches
+                if whole is None:
+                    for step in steps:
+                        batch = split_draws(step, phase.batches_per_step)
+                        local_step.new_step()
+                        with self._around():
+                            state = take_step(work.method, state, batch, local_step)
+                        local_step.end_step()
+                else:
+                    count = len(minibatches.bounds) * minibatches.size
+                    state = local_step.take_whole_steps(*whole, work.method, state, steps, count)
+            if kept is not None and after:
+                kept[phase.name] = after
+        return state, minibatches.epochs_used
+
+    def _minibatches(self, work: LocalWork, number: int, first_epoch: int) -> ClientMinibatches:
+        phase = work.phases[number]
+        return ClientMinibatches(
+            work.split(phase),
+            int(work.info.index),
+            phase_budget(phase),
+            phase_limits(phase, self.limits),
+            self.settings,
+            *(work.info.round, work.stream, first_epoch),
+            join=self._joins(work, number, phase),
+        )
+
+    def _add_features(
+        self, minibatches: ClientMinibatches, number: int, state: Tree, program: ClientProgram
+    ) -> None:
+        """Give minibatches of a phase the features of a frozen backbone, where these are kept."""
+        active = self._active[number]
+        if active.phase.evaluate_only or not self.keeps_features:
+            return
+        found = self.prefix.features(
+            minibatches.data,
+            [minibatches.client],
+            minibatches.epochs_used,
+            active,
+            state,
+            program,
+            partial(self.settings_in, number),
+        )
+        if found is not None:
+            minibatches.cache(found[0][0])
 
     def _joins(self, work: LocalWork, number: int, phase: Phase) -> bool:
         """Whether minibatches of a phase are joined; within the modes of the phase."""
