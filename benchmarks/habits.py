@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from benchmarks.cells import CHECKED_ROUNDS, SAME, InTurns, Splits, use_threads
 from benchmarks.users import Row
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
+from lightning_pfl.engine.orders import CohortOrders
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.fitting import quiet_trainer
@@ -266,8 +265,11 @@ class Source:
         rule = torch.randn(20, CLASSES, generator=torch.Generator().manual_seed(2))
         x = torch.randn(sum(sizes), 20, generator=generator)
         y = (x @ rule).argmax(1)
-        self.x, self.y, self.shuffle = x.to(dtype), y, shuffle
+        self.x, self.y = x.to(dtype), y
         self.positions = list(torch.arange(len(x)).split(list(sizes)))
+        self.data = FederatedTensorDataset(
+            (self.x, self.y), self.positions, batch_size=BATCH, shuffle=shuffle
+        )
         self.loaders: list[DataLoader[Any]] = []
         if habit.samples is not None:
             samples = habit.samples(self.x, self.y)
@@ -280,24 +282,22 @@ class Source:
 
     def for_package(self) -> Any:
         """Return what a fit gets."""
-        if self.loaders:
-            return self.loaders
-        return FederatedTensorDataset(
-            (self.x, self.y), self.positions, batch_size=BATCH, shuffle=self.shuffle
-        )
+        return self.loaders or self.data
 
-    def minibatches(self, client: int, round: int) -> Iterator[Any]:
-        """Iterate over a client's minibatches of a round, in the package's order."""
-        if self.shuffle:
-            key = order_key(0, "local", round, client, 0)
+    def orders(self, clients: list[int], round: int) -> CohortOrders:
+        """Draw the package's orders of some clients' samples in a round."""
+        return CohortOrders(self.data, clients, 0, "local", round)
+
+    def minibatches(self, client: int, orders: CohortOrders | None) -> Iterator[Any]:
+        """Iterate over a client's minibatches, in the order of a round."""
         if self.loaders:
             loader = self.loaders[client]
-            if self.shuffle:
-                loader.generator.manual_seed(key)
+            if orders is not None:
+                loader.generator.manual_seed(orders.key(client, 0))
             yield from loader
             return
         mine = self.positions[client]
-        order = mine[permutation(len(mine), key)] if self.shuffle else mine
+        order = mine if orders is None else mine[orders.of(client, 0)]
         for rows in order.split(BATCH):
             yield self.x[rows], self.y[rows]
 
@@ -354,7 +354,8 @@ class Loop:
         cohort = sample_cohort(0, self.number, clients, COHORT).tolist()
         self.trainer.current_epoch = self.number
         self.module.train()
-        uploads = [self._trained(client) for client in cohort]
+        orders = self.train.orders(cohort, self.number)
+        uploads = [self._trained(client, orders) for client in cohort]
         weights = torch.tensor([len(self.train.positions[client]) for client in cohort]).double()
         share = (weights / weights.sum()).to(uploads[0][0].dtype)
         columns = zip(*uploads, strict=True)
@@ -372,7 +373,7 @@ class Loop:
         minibatches = math.ceil(len(self.train.positions[client]) / BATCH)
         return -(-minibatches // self.accumulate)
 
-    def _trained(self, client: int) -> list[Tensor]:
+    def _trained(self, client: int, orders: CohortOrders) -> list[Tensor]:
         torch._foreach_copy_(self.leaves, self.server)
         module, parameters = self.module, [*self.module.parameters()]
         optimizer, schedule, by_step = self._optimizer()
@@ -381,7 +382,7 @@ class Loop:
             group["lr"] = now["lr"]
         optimizer.zero_grad()
         last = math.ceil(len(self.train.positions[client]) / BATCH) - 1
-        for number, batch in enumerate(self.train.minibatches(client, self.number)):
+        for number, batch in enumerate(self.train.minibatches(client, orders)):
             with self.context():
                 loss = module.training_step(batch, number)
             (loss / self.accumulate if self.accumulate > 1 else loss).backward()
@@ -402,7 +403,7 @@ class Loop:
         values = list[Tensor]()
         with torch.no_grad():
             for client in range(CLIENTS):
-                for number, batch in enumerate(self.test.minibatches(client, 0)):
+                for number, batch in enumerate(self.test.minibatches(client, None)):
                     with self.context():
                         self.module.validation_step(batch, number)
                 # Those of its minibatches, whose last one may be smaller.

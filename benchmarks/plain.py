@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.workloads import Workload
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
+from lightning_pfl.engine.orders import CohortOrders
 from lightning_pfl.federation.sampling import sample_cohort
 
 Weights = list[Tensor]
@@ -74,6 +73,7 @@ class PlainLoop:
         """Train the cohort, update the server, and evaluate every client."""
         clients = torch.arange(self.workload.clients)
         cohort = sample_cohort(self.seed, self.number, clients, self.workload.cohort).tolist()
+        self._draw_orders(cohort)
         self.module.train()
         self.second.train()
         with use_onednn(self.onednn):
@@ -106,6 +106,7 @@ class PlainLoop:
     def local(self, cohort: list[int]) -> None:
         """Train every client alone, whoever was drawn."""
         everyone = list(range(self.workload.clients))
+        self._draw_orders(everyone)
         self._keep(everyone, self._train_from(everyone, self._own))
 
     def fedper(self, cohort: list[int]) -> None:
@@ -385,9 +386,11 @@ class PlainLoop:
         at = self.positions[client]
         return self.fields[0][at], self.fields[1][at]
 
+    def _draw_orders(self, clients: list[int]) -> None:
+        self.orders = CohortOrders(self.train, clients, self.seed, "local", self.number)
+
     def _order(self, client: int, epoch: int) -> Iterator[Tensor]:
-        key = order_key(self.seed, "local", self.number, client, epoch)
-        order = permutation(int(self.train.num_samples[client]), key).to(self.device)
+        order = self.orders.of(client, epoch).to(self.device)
         yield from torch.split(order, self.workload.batch_size)
 
     def _epoch(self, client: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:

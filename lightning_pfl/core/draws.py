@@ -20,7 +20,7 @@ def random_keys(seed: int, stream: str, round: int, clients: list[int]) -> Tenso
 
 
 # The multipliers of splitmix64 (Steele, Lea, Flood 2014), as int64.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 _LEAST = -(1 << 63)
@@ -69,7 +69,7 @@ def uniform(key: Tensor, call: int, shape: tuple[int, ...], dtype: torch.dtype) 
             float64, 24, 11, 8 for bfloat16), so that no number rounds to 1; both parts of a complex
             number are uniform.
     """
-    return _uniform(mix(key + _wrap((call + 1) * _GOLDEN)), shape, dtype)
+    return _uniform(mix(key + _wrap((call + 1) * GOLDEN)), shape, dtype)
 
 
 def _uniform(start: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,7 @@ def _uniform(start: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 def _elements(start: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a number for each element, to be mixed."""
     element = torch.arange(1, math.prod(shape) + 1, device=start.device)
-    return torch.add(start, element, alpha=_GOLDEN).view(shape)
+    return torch.add(start, element, alpha=GOLDEN).view(shape)
 
 
 def _at_least(start: Tensor, shape: tuple[int, ...], p: float, double: bool) -> Tensor:
@@ -121,7 +121,7 @@ def with_starts(keys: Tensor) -> Tensor:
 def _starts(key: Tensor, first: int) -> Tensor:
     """Make the numbers with which some calls of a key begin, from a first one on."""
     calls = torch.arange(first + 1, first + 1 + STARTS, device=key.device)
-    return mix(torch.add(key, calls, alpha=_GOLDEN))
+    return mix(torch.add(key, calls, alpha=GOLDEN))
 
 
 class Draws:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pfl.core.errors import ClientError
-from lightning_pfl.core.randomness import derive, permutation, seeded
+from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.batch import batch_leaves, batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.orders import CohortOrders
 from lightning_pfl.engine.rows import row_epoch
 from lightning_pfl.engine.steps import (
     Budget,
@@ -26,7 +27,6 @@ from lightning_pfl.engine.steps import (
     fitting_samples,
     joined,
     minibatches_per_epoch,
-    order_key,
     samples_of_one_model,
     step_bounds,
     step_size,
@@ -54,13 +54,11 @@ class ClientMinibatches:
     Numbers are those of :class:`~lightning_pfl.engine.vectorized.ticks.Minibatch`.
 
     Args:
-        data: The federated dataset.
+        orders: The cohort's data, and the orders of its clients' samples.
         client: The client's id.
         budget: Length of the phase.
         limits: Accumulation and limits.
-        settings: Device and seed.
-        round: The communication round.
-        stream: Name of the random stream.
+        device: Where minibatches go.
         first_epoch: Number of the phase's first epoch within the round.
         join: Whether steps may have several minibatches as one, as they add up what they find of
             each sample.
@@ -68,20 +66,17 @@ class ClientMinibatches:
 
     def __init__(
         self,
-        data: FederatedDataset,
+        orders: CohortOrders,
         client: int,
         budget: Budget,
         limits: Limits,
-        settings: EngineSettings,
-        round: int,
-        stream: str,
+        device: torch.device,
         first_epoch: int,
         join: bool = False,
     ) -> None:
-        self.data, self.client, self.limits = data, client, limits
-        self.device, self.seed = settings.device, settings.seed
-        self.stream, self.round = stream, round
-        self.first_epoch = first_epoch
+        self.data = data = orders.data
+        self.client, self.limits, self.device = client, limits, device
+        self.orders, self.first_epoch = orders, first_epoch
         if isinstance(data, FederatedTensorDataset):
             self.samples = int(data.num_samples[client])
         self.whole = budget.full_batch
@@ -107,11 +102,6 @@ class ClientMinibatches:
         # The last one may have any size, and would make one of a group that is another client's.
         return [size * some for some in joined(complete, most)] + ([rest] if rest else [])
 
-    def key(self, epoch: int) -> int:
-        """Return the key of an epoch's order."""
-        epoch += self.first_epoch
-        return order_key(self.seed, self.stream, self.round, self.client, epoch)
-
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         stream = (
             self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
@@ -120,17 +110,17 @@ class ClientMinibatches:
             first = step * self.size
             yield [(first + offset, next(stream)) for offset in range(end - begin)]
 
+    def _epochs(self) -> range:
+        return range(self.first_epoch, self.first_epoch + self.epochs_used)
+
     def _resident(self) -> Iterator[Any]:
         assert isinstance(self.data, FederatedTensorDataset)
         shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
         used = sum(self._cuts)
-        for epoch in range(self.epochs_used):
-            order = (
-                permutation(self.samples, self.key(epoch))
-                if shuffle
-                else torch.arange(self.samples)
-            )
-            at = order.to(self.data.device)[:used]
+        at = torch.arange(used, device=self.data.device)
+        for epoch in self._epochs():
+            if shuffle:
+                at = self.orders.of(self.client, epoch)[:used]
             mine = self.data.indices[self.client].index_select(0, at).split_with_sizes(self._cuts)
             batches = gathered(self.data, mine)
             if self._features is None:
@@ -142,9 +132,10 @@ class ClientMinibatches:
     def _drawn(self) -> Iterator[Any]:
         assert not isinstance(self.data, FederatedTensorDataset)
         loader = self.data.loaders[self.client]
-        for epoch in range(self.epochs_used):
-            client = self.data.names[self.client]
-            for batch in fetch(loader, self.key(epoch), self.per_epoch, client):
+        client = self.data.names[self.client]
+        for epoch in self._epochs():
+            key = self.orders.key(self.client, epoch)
+            for batch in fetch(loader, key, self.per_epoch, client):
                 yield _move(batch, self.device)
 
 

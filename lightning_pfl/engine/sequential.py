@@ -54,6 +54,7 @@ from lightning_pfl.engine.optimizer import (
     rates_of,
     why_not_elementwise,
 )
+from lightning_pfl.engine.orders import CohortOrders
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import (
@@ -123,6 +124,8 @@ class SequentialEngine:
         self._contexts: dict[tuple[int, bool], tuple[int, dict[str, Tensor]] | None] = {}
         self._joined: dict[int, bool] = {}
         self._active: dict[int, ActivePhase] = {}
+        self._orders: dict[int, CohortOrders] = {}
+        self._cohort: list[int] = []
         self.quiet: dict[str, bool] = {}
         self._evaluation = SequentialEvaluation(module, settings, record, self.quiet)
         self.deterministic: bool | None = None
@@ -153,6 +156,8 @@ class SequentialEngine:
         self._contexts.clear()
         self._joined.clear()
         self._active.clear()
+        self._orders.clear()
+        self._cohort = work.info.index.tolist()
         results: list[LocalResult] = []
         self._memory.begin_round()
         # What generators of the module's own draw leaves no trace in the global ones.
@@ -476,12 +481,12 @@ class SequentialEngine:
     def _minibatches(self, work: LocalWork, number: int, first_epoch: int) -> ClientMinibatches:
         phase = work.phases[number]
         return ClientMinibatches(
-            work.split(phase),
+            self._orders_in(work, number, phase),
             int(work.info.index),
             phase_budget(phase),
             phase_limits(phase, self.limits),
-            self.settings,
-            *(work.info.round, work.stream, first_epoch),
+            self.settings.device,
+            first_epoch,
             join=self._joins(work, number, phase),
         )
 
@@ -503,6 +508,14 @@ class SequentialEngine:
         )
         if found is not None:
             minibatches.cache(found[0][0])
+
+    def _orders_in(self, work: LocalWork, number: int, phase: Phase) -> CohortOrders:
+        """Return the cohort's data in a phase, with the orders of samples in this round."""
+        if number not in self._orders:
+            self._orders[number] = CohortOrders(
+                work.split(phase), self._cohort, self.settings.seed, work.stream, work.info.round
+            )
+        return self._orders[number]
 
     def _joins(self, work: LocalWork, number: int, phase: Phase) -> bool:
         """Whether minibatches of a phase are joined; within the modes of the phase."""

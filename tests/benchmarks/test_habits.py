@@ -33,8 +33,8 @@ def test_unequal_clients_have_last_minibatches_of_many_sizes() -> None:
 def test_a_client_has_each_of_its_samples_once_a_round(name: str) -> None:
     source = Source(HABITS[name], [3, 45, 7], torch.float64, shuffle=True)
     found = [
-        torch.cat([b["x"] if isinstance(b, dict) else b[0] for b in source.minibatches(1, number)])
-        for number in (0, 0, 1)
+        torch.cat([b["x"] if isinstance(b, dict) else b[0] for b in source.minibatches(1, orders)])
+        for orders in [source.orders([2, 1], number) for number in (0, 0, 1)]
     ]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
@@ -50,8 +50,9 @@ def test_the_loop_takes_a_step_for_each_two_minibatches_and_for_the_last() -> No
     module = Plain().double()
     weights = {name: leaf.detach().clone() for name, leaf in module.named_parameters()}
     loop = Loop(habit, module, train, train)
-    trained = loop._trained(4)
-    batches = list(train.minibatches(4, 0))
+    orders = train.orders([4], 0)
+    trained = loop._trained(4, orders)
+    batches = list(train.minibatches(4, orders))
     for group in (batches[:2], batches[2:]):
         now = {name: leaf.clone().requires_grad_() for name, leaf in weights.items()}
         loss: Any = sum(torch.nn.functional.cross_entropy(_output(now, x), y) / 2 for x, y in group)

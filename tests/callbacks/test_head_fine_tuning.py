@@ -14,9 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
 from lightning_pfl.models.base import PersonalizedModule
@@ -35,6 +33,7 @@ from tests.callbacks.setting import (
     steps_of,
     trainer,
 )
+from tests.orders_by_hand import order_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 
@@ -191,7 +190,7 @@ def test_the_order_of_samples_is_that_of_the_last_round_and_no_rounds_own() -> N
     for client, owned in enumerate(train.indices):
         expected: list[int] = []
         for stream, round in (("local", 0), ("local", 1), ("fine-tuning", 1)):
-            order = permutation(len(owned), order_key(3, stream, round, client, 0))
+            order = order_by_hand(len(owned), client, 0, seed=3, stream=stream, round=round)
             expected += owned[order].tolist()
         assert [position for position in seen if position in owned] == expected
 

@@ -10,18 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pfl.contract.records import ClientInfo, one_rate
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.steps import (
     Budget,
     count_steps,
-    order_key,
     step_bounds,
 )
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.testing import QuadraticModule, local_round
+from tests.orders_by_hand import order_by_hand
 
 ENGINES = ("vectorized", "sequential")
 SIZES = (7, 1, 4, 0)
@@ -82,7 +81,7 @@ def minibatches(client: int, number: int) -> list[float]:
     sums: list[float] = []
     epoch = 0
     while SIZES[client] and len(sums) < number:
-        order = permutation(SIZES[client], order_key(0, "local", 0, client, epoch))
+        order = order_by_hand(SIZES[client], client, epoch)
         sums += [float((first + some).sum()) for some in order.split(2)]
         epoch += 1
     return sums[:number]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
+from lightning_pfl.engine.orders import round_key
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -23,8 +24,10 @@ from lightning_pfl.engine.steps import (
     step_bounds,
 )
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
+from tests.orders_by_hand import order_by_hand
 
 SIZES = (9, 4, 1, 0)
+KEY = round_key(0, "local", 3)
 
 
 @pytest.mark.parametrize(("samples", "size"), list(product(range(7), (1, 2, 3, 10))))
@@ -73,7 +76,7 @@ def test_limits(limits: Limits, expected: int) -> None:
     assert limits.of_epoch(10) == expected
 
 
-def test_the_key_of_an_order_is_documented() -> None:
+def test_the_key_of_a_loaders_epoch_is_documented() -> None:
     digest = hashlib.blake2b(b"5/order/local/2/7/1", digest_size=8).digest()
     assert order_key(5, "local", 2, 7, 1) == int.from_bytes(digest, "little") >> 1
 
@@ -91,11 +94,7 @@ def make(
     data = FederatedTensorDataset(
         torch.arange(total), positions, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
     )
-    return ResidentBatches(data, range(4), budget, limits, key_of, pad)
-
-
-def key_of(client: int, epoch: int) -> int:
-    return order_key(0, "local", 3, client, epoch)
+    return ResidentBatches(data, range(4), budget, limits, KEY, pad)
 
 
 def by_hand(client: int, minibatches: int, drop_last: DropLast) -> list[list[int]]:
@@ -104,7 +103,7 @@ def by_hand(client: int, minibatches: int, drop_last: DropLast) -> list[list[int
     least = {False: 1, True: 4, "single": 2}[drop_last]
     found: list[list[int]] = []
     while len(found) < minibatches:
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(key_of(client, epoch)))
+        order = order_by_hand(size, client, epoch, round=3)
         cut = [(first + some).tolist() for some in order.split(4)]
         found += [some for some in cut if len(some) >= least]
         epoch += 1
@@ -157,7 +156,7 @@ def test_clients_that_are_done_go_along(sizes: tuple[int, ...], drop_last: bool)
     data = FederatedTensorDataset(
         torch.arange(sum(sizes)), positions, batch_size=4, drop_last=drop_last
     )
-    batches = ResidentBatches(data, range(8), Budget(1, None), Limits(), key_of, pad=True)
+    batches = ResidentBatches(data, range(8), Budget(1, None), Limits(), KEY, pad=True)
     steps = [epoch_minibatches(size, 4, drop_last) for size in sizes]
     longest = steps.index(max(steps))
 
@@ -210,7 +209,7 @@ def test_widths_of_minibatches(
     data = FederatedTensorDataset(
         torch.arange(sum(sizes)), torch.arange(sum(sizes)).split(sizes), batch_size=4
     )
-    batches = ResidentBatches(data, range(3), Budget(1, None), Limits(), key_of, pad=True)
+    batches = ResidentBatches(data, range(3), Budget(1, None), Limits(), KEY, pad=True)
     for along in (True, False):
         found = [next(batches.at(step, along)).minibatches[0] for step in range(len(widths))]
         assert [one.width for one in found] == widths

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import FedAvg, PerFedAvg
 from lightning_pfl.methods.base import LocalStep
 from lightning_pfl.methods.per_fedavg import moved
@@ -41,6 +39,7 @@ from tests.methods.quadratics import (
 from tests.methods.references import softmax
 from tests.methods.references.per_fedavg import per_fedavg
 from tests.methods.references.softmax import softmax_module
+from tests.orders_by_hand import order_by_hand
 
 CASE = Case(
     method=lambda: PerFedAvg(0.1, order="hessian-free"),
@@ -116,7 +115,7 @@ class TestPerFedAvg:
         """Momentum 0.9 and weight decay are the outer step's."""
         run = fit(PerFedAvg(ALPHA), small_clients(), small_module(), 1, engine)
         data, start = small_clients(), run.strategy.global_state_dict()
-        some = permutation(8, order_key(0, "adaptation", 0, 3, 0))[:3]
+        some = order_by_hand(8, 3, 0, stream="adaptation")[:3]
         net = small_module()
         net.load_state_dict(start)
         x, y = (field[data.indices[3][some]] for field in data.fields)

@@ -20,6 +20,7 @@ from lightning_pfl.engine.base import LocalWork, begin, end, require_same_entrie
 from lightning_pfl.engine.client_logs import LOSS, ClientLogs
 from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, options_of, rates_of
+from lightning_pfl.engine.orders import round_key
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws
 from lightning_pfl.engine.trace import Same, of_object
@@ -109,17 +110,17 @@ class Chunk:
             yield
 
     def _batches(self, phase: Phase, survey: Survey, first_epochs: list[int]) -> Batches:
-        def key(client: int, epoch: int) -> int:
-            return order_key(
-                self.engine.settings.seed, self.work.stream, self.info.round, client, epoch
-            )
-
+        stream = self.engine.settings.seed, self.work.stream, self.info.round
         budget, limits = phase_budget(phase), phase_limits(phase, self.engine.limits)
         data = self.work.split(phase)
         if isinstance(data, FederatedTensorDataset):
             return ResidentBatches(
-                data, self.clients, budget, limits, key, survey.pads, first_epochs
+                *(data, self.clients, budget, limits),
+                round_key(*stream),
+                survey.pads,
+                first_epochs,
             )
+        key = partial(order_key, *stream)
         return LoaderBatches(data, self.clients, budget, limits, key, self.device, first_epochs)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:

@@ -9,7 +9,7 @@ them doesn't count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data.batch import map_batch
 from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.orders import draw_orders, order_keys
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -42,12 +42,12 @@ class ResidentBatches:
         clients: Client ids of the chunk, in the chunk's order.
         budget: Length of the phase.
         limits: Accumulation and limits.
-        key: From (client id, epoch) to the key of its order; None never shuffles (evaluation).
+        key: The key of the round's orders, of :func:`~lightning_pfl.engine.orders.round_key`; None
+            never shuffles.
         pad: Whether minibatches of different sizes may share a padded batch with a mask; otherwise
             they form groups.
         first_epochs: Number of the phase's first epoch within the client's round, for ``key``; None
             for 0.
-        batch_size: Samples per minibatch; None for the dataset's.
 
     Attributes:
         in_one: Whether the clients of every step form one tick.
@@ -59,16 +59,15 @@ class ResidentBatches:
         clients: Sequence[int],
         budget: Budget,
         limits: Limits,
-        key: Callable[[int, int], int] | None,
+        key: int | None,
         pad: bool = False,
         first_epochs: Sequence[int] | None = None,
-        batch_size: int | None = None,
     ) -> None:
         first_epochs = first_epochs or [0] * len(clients)
         self.data, self.pad, self.clients = data, pad, list(clients)
         key = key if data.shuffle and not limits.overfit and not budget.full_batch else None
         samples = [int(data.num_samples[client]) for client in clients]
-        self.batch_size = max(1, *samples) if budget.full_batch else batch_size or data.batch_size
+        self.batch_size = max(1, *samples) if budget.full_batch else data.batch_size
         drop_last = False if budget.full_batch else data.drop_last
         per_epoch = [
             limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
@@ -79,27 +78,13 @@ class ResidentBatches:
         ]
         self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
-        total = max((b[-1][1] for b in self.bounds if b), default=0)
-        # Positions within each client's samples, which also index the feature cache; -1 pads.
-        longest = max(samples, default=0)
+        self.epochs_used = epochs_used(self.bounds, per_epoch)
         # A batch size beyond every client's data means full batches, without padding to it.
-        width = max(min(self.batch_size, longest), 1)
-        local = torch.full((len(clients), total, width), -1)
-        for row, client in enumerate(clients):
-            used = self.bounds[row][-1][1] if self.bounds[row] else 0
-            for epoch in range(-(-used // per_epoch[row]) if used else 0):
-                self._fill(
-                    local[row],
-                    samples[row],
-                    per_epoch[row],
-                    epoch,
-                    used,
-                    key(client, first_epochs[row] + epoch) if key is not None else None,
-                )
-        real = local >= 0
-        self.sizes = self._counted = real.sum(2)
-        # A minibatch is filled up with its first sample, as another one might not be finite.
-        self.local = local.where(real, local[:, :, :1]).clamp_min(0).to(data.device)
+        width = max(min(self.batch_size, max(samples, default=0)), 1)
+        self.sizes, self.local, real = self._cut_orders(
+            torch.tensor(samples), torch.tensor(per_epoch), width, key, torch.tensor(first_epochs)
+        )
+        self._counted = self.sizes
         owned = data.positions_of(torch.tensor(self.clients, dtype=torch.int64))
         self.positions = owned.gather(1, self.local.flatten(1)).view_as(self.local)
         self.features: Tensor | None = None
@@ -108,22 +93,64 @@ class ResidentBatches:
         alike = bool((self.sizes == self.sizes[:1]).all())
         aligned = alike and all(b == self.bounds[0] for b in self.bounds)
         self.in_one = aligned or (self.step_size == 1 and (pad or complete))
-        self._real = None if complete or aligned else real.to(data.device)
+        self._real = None if complete or aligned else real
         self._longest = int(self.steps.argmax()) if len(clients) else 0
-        self._slots, self._widths = [len(clients)] * total, self.sizes[self._longest].tolist()
+        self._slots, self._widths = (
+            [len(clients)] * self.sizes.shape[1],
+            self.sizes[self._longest].tolist(),
+        )
         self._gone: Tensor | None = None
         self._leaving: dict[int, Tensor] = {}
         if self.in_one and not aligned:
             self._go_along(width)
-        self.epochs_used = epochs_used(self.bounds, per_epoch)
 
-    def _fill(
-        self, out: Tensor, samples: int, per_epoch: int, epoch: int, used: int, key: int | None
-    ) -> None:
-        order = torch.arange(samples) if key is None else permutation(samples, key)
-        minibatches = min(per_epoch, used - epoch * per_epoch)
-        taken = order[: minibatches * self.batch_size]
-        out[epoch * per_epoch : epoch * per_epoch + minibatches].view(-1)[: len(taken)] = taken
+    def _cut_orders(
+        self,
+        samples: Tensor,
+        per_epoch: Tensor,
+        width: int,
+        key: int | None,
+        first_epochs: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the orders of all clients and epochs, and cut them into minibatches.
+
+        Args:
+            samples: Samples of each client.
+            per_epoch: Minibatches of each client in an epoch.
+            width: Samples of a complete minibatch.
+            key: The key of the round's orders; None for samples as they come.
+            first_epochs: Number of each client's first epoch.
+
+        Returns:
+            sizes: Samples of each minibatch, int64 ``(clients, minibatches)`` on the CPU.
+            local: Their positions within the client's, which also index cached features, int64
+                ``(clients, minibatches, width)`` on the device. A minibatch is filled up with its
+                first sample, as another one might not be finite.
+            real: Which of them don't fill up, bool.
+        """
+        longest = int(samples.max()) if len(samples) else 0
+        used = torch.tensor([bounds[-1][1] if bounds else 0 for bounds in self.bounds])
+        number = torch.arange(int(used.max()) if len(used) else 0)
+        here = number < used.unsqueeze(1)
+        per_epoch = per_epoch.clamp_min(1).unsqueeze(1)
+        first = number % per_epoch * self.batch_size * here
+        sizes = (samples.unsqueeze(1) - first).clamp(0, width) * here
+        keys = first[:, :0]
+        if key is not None:
+            first += number // per_epoch * longest * here
+            epochs = first_epochs.unsqueeze(1) + torch.arange(max(self.epochs_used, default=0))
+            keys = order_keys(key, torch.tensor(self.clients).unsqueeze(1), epochs)
+        # One transfer, whatever the clients and epochs.
+        parts = [samples.unsqueeze(1), keys, first, sizes]
+        there = torch.cat(parts, 1).to(self.data.device)
+        counts, keys, first, counted = there.split([part.shape[1] for part in parts], 1)
+        within = torch.arange(width, device=self.data.device)
+        real = within < counted.unsqueeze(2)
+        local = first.unsqueeze(2) + within * real
+        if key is not None:
+            orders = draw_orders(keys, counts, longest).flatten(1)
+            local = orders.gather(1, local.flatten(1)).view_as(local)
+        return sizes, local, real
 
     def cache(self, features: Tensor, targets: Any = None) -> None:
         """Add cached features to every batch.

@@ -1,21 +1,18 @@
-"""Orders of samples are drawn on the host, and reach the device all at once."""
+"""Orders of samples are drawn on the device, all at once."""
 
 from collections import Counter
 
 import pytest
 import torch
 
-from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.orders import round_key
 from lightning_pfl.engine.steps import Budget, Limits
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from tests.engine.pretended_device import NAME, PretendedDevice, pretended_accelerator
+from tests.orders_by_hand import order_by_hand
 
 SIZES = (5, 3, 8, 8, 2, 7)
-
-
-def key(client: int, epoch: int) -> int:
-    return derive(7, "order", client, epoch)
 
 
 def pool(device: str) -> FederatedTensorDataset:
@@ -30,6 +27,7 @@ def pool(device: str) -> FederatedTensorDataset:
 
 def batches(data: FederatedTensorDataset, clients: int, epochs: int) -> ResidentBatches:
     """The minibatches of the first clients."""
+    key = round_key(7, "local", 1)
     return ResidentBatches(data, range(clients), Budget(epochs, None), Limits(), key, pad=True)
 
 
@@ -45,7 +43,7 @@ def test_an_epoch_is_a_permutation_by_its_own_key_on_any_device(device: str) -> 
         for epoch in range(2):
             here = slice(epoch * minibatches, (epoch + 1) * minibatches)
             found = positions[client, here].flatten()[:samples]
-            assert torch.equal(found, mine[permutation(samples, key(client, epoch))])
+            assert torch.equal(found, mine[order_by_hand(samples, client, epoch, seed=7, round=1)])
 
 
 def test_no_client_and_no_epoch_has_a_transfer_of_its_own() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_pfl.core.randomness import permutation
-from lightning_pfl.engine.steps import order_key
 from tests.methods.public import SAMPLES, pictures
 from tests.methods.references.softmax import Weights
+from tests.orders_by_hand import order_by_hand
 
 BATCH = 3
 
@@ -24,7 +23,7 @@ def distilled(
     x = pictures().flatten(1).numpy()
     per_epoch = SAMPLES // BATCH
     epochs = -(-len(rates) // per_epoch)
-    orders = [permutation(SAMPLES, order_key(0, "server", round, 0, e)) for e in range(epochs)]
+    orders = [order_by_hand(SAMPLES, 0, e, stream="server", round=round) for e in range(epochs)]
     minibatches = [some.numpy() for order in orders for some in order.split(BATCH)]
     m = {name: np.zeros_like(leaf) for name, leaf in w.items()}
     v = {name: np.zeros_like(leaf) for name, leaf in w.items()}

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
+from tests.orders_by_hand import order_by_hand
 
 State = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -36,7 +35,7 @@ def batches(
     x, y = data.fields
     mine = data.indices[client]
     for epoch in range(first_epoch, first_epoch + epochs):
-        order = permutation(len(mine), order_key(seed, "local", round, client, epoch))
+        order = order_by_hand(len(mine), client, epoch, seed=seed, round=round)
         for some in order.split(data.batch_size):
             yield x[mine[some]], y[mine[some]]
 
