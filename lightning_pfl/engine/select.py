@@ -279,65 +279,79 @@ class SelectedEngine:
             how = ", without recordings" if self.name == "reference" else ""
             self._settle(step, self._sequential, f"as asked{how}")
             return
-        place = self._place(step)
         before, size = self._known(step)
         if self.name == "timed" and not size:
             before = ""  # an estimate's choice
         if before == self._sequential.name and self.name in ("auto", "timed") and why_not is None:
             self._settle(step, self._sequential, f"as in {finder}")
             return
-        reasons = []
-        if why_not is not None:
-            reasons.append(why_not)
-        else:
-            piece = self._probe.piece(work)
-            estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
-            estimate: Estimate | None = None
-            if estimates and isinstance(work, LocalWork):
-                with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
-                    estimate = self._probe.training_estimate(work, piece)
-                if not estimate.pays:
-                    self._settle_alone(work, estimate)
-                    return
-            with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
-                expected = results(self._sequential, piece)
-            if getattr(self._sequential, "draws_elsewhere", False):
-                reasons.append(DRAWS_ELSEWHERE)
-            alike = step != work.step  # there is nothing to map over
-            transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
-            transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
-            for transform in transforms if not reasons else ():
-                engine, counter = self._probe.at_once(transform), OperationCounter()
-                counts = estimates and estimate is None
-                mode: AbstractContextManager[Any] = counter if counts else nullcontext()
-                # What a run has begun with is taken anyway.
-                doubted = before != transform
-                problem = self._probe.problem(engine, piece, expected, mode, doubted)
-                if problem is None or (before == transform and problem.rounding):
-                    if counts:
-                        given = work, piece, engine, counter
-                        estimate = self._probe.evaluation_estimate(*given)
-                    if self.name == "timed" and not before:
-                        self._settle_fastest(work, engine)
-                    elif estimate is not None and not estimate.pays:
-                        self._settle_alone(work, estimate)
-                    elif estimate is not None:
-                        self._settle_at_once(work, engine, more=_counted(work, estimate))
-                    else:
-                        again = f" as in {finder}" if before == transform else ""
-                        self._settle_at_once(work, engine, size, again)
-                    return
-                reasons.append(f"{self._how(work, transform)}: {problem.reason}")
-            if not before:
-                self.found[place] = self._one_by_one
-        why = "; ".join(dict.fromkeys(reasons))
+        if why_not is None:
+            why_not = self._try_at_once(work, before, size, finder)
+        if why_not is None:
+            return
         if self.name == "vectorized":
             raise ValueError(
                 f"Expected `{work.step}` of {type(self.module).__name__} to run for many clients "
-                f"at once with engine='vectorized', but it can't: {why}. Use engine='auto' or "
+                f"at once with engine='vectorized', but it can't: {why_not}. Use engine='auto' or "
                 "engine='sequential'."
             )
-        self._settle(step, self._sequential, why)
+        self._settle(step, self._sequential, why_not)
+
+    def _try_at_once(
+        self, work: LocalWork | EvaluationWork, before: str, size: str, finder: str
+    ) -> str | None:
+        """Settle on what is faster, if many clients at once can run a step; return why they can't.
+
+        Args:
+            work: What is to be run.
+            before: The transform that was found before; empty for none.
+            size: The clients per program that were found with it.
+            finder: Who has found these.
+
+        Returns:
+            The reason, or None if the step is settled.
+        """
+        step, piece = self._kind(work), self._probe.piece(work)
+        estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
+        estimate: Estimate | None = None
+        if estimates and isinstance(work, LocalWork):
+            with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
+                estimate = self._probe.training_estimate(work, piece)
+            if not estimate.pays:
+                self._settle_alone(work, estimate)
+                return None
+        with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
+            expected = results(self._sequential, piece)
+        reasons = []
+        if getattr(self._sequential, "draws_elsewhere", False):
+            reasons.append(DRAWS_ELSEWHERE)
+        alike = step != work.step  # there is nothing to map over
+        transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
+        transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
+        for transform in transforms if not reasons else ():
+            engine, counter = self._probe.at_once(transform), OperationCounter()
+            counts = estimates and estimate is None
+            mode: AbstractContextManager[Any] = counter if counts else nullcontext()
+            # What a run has begun with is taken anyway.
+            doubted = before != transform
+            problem = self._probe.problem(engine, piece, expected, mode, doubted)
+            if problem is None or (not doubted and problem.rounding):
+                if counts:
+                    estimate = self._probe.evaluation_estimate(work, piece, engine, counter)
+                if self.name == "timed" and not before:
+                    self._settle_fastest(work, engine)
+                elif estimate is not None and not estimate.pays:
+                    self._settle_alone(work, estimate)
+                elif estimate is not None:
+                    self._settle_at_once(work, engine, more=_counted(work, estimate))
+                else:
+                    again = "" if doubted else f" as in {finder}"
+                    self._settle_at_once(work, engine, size, again)
+                return None
+            reasons.append(f"{self._how(work, transform)}: {problem.reason}")
+        if not before:
+            self.found[self._place(step)] = self._one_by_one
+        return "; ".join(dict.fromkeys(reasons))
 
     def _settle_alone(self, work: LocalWork | EvaluationWork, estimate: Estimate) -> None:
         """Let one client after another run a step, which is estimated to be faster."""
