@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -152,35 +153,9 @@ class SequentialEvaluation:
             step: The step.
             draws: Whether steps may draw from torch's global generators, which are seeded for each.
         """
-        program, checks, traces = self._program(work, step), step.checks, step.traces
-        known = checks.known
-
-        def settings() -> Any:
-            if known and not checks.known:  # a hook has made it so
-                return None
-            return program, work.dataloader_idx, checks.settings(any_epoch=True)
-
-        def drawing(client: int, number: int) -> AbstractContextManager[None]:
-            unsure = known and not checks.known
-            if not (draws or unsure):
-                return nullcontext()
-            return seeded(derive(self.settings.seed, work.step, client, number), everything=unsure)
-
-        def run(number: int, model: Model, batch: Any) -> _Logged:
-            self._noted.begin()
-            logged = program.evaluation_step(model, work.step, batch, traces.seen(number))[1]
-            given: dict[str, Tensor] = {}
-            # A replay has one result less to copy for each value.
-            values, device = tensors_in(logged), self.settings.device
-            each = [value.to(device, torch.float64) for value in values.values()]
-            joined = [torch.stack(each)] if each else []
-            metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
-            if self._noted.active:
-                program.log.calls, given = self._noted.taken(logged), self._noted.given()
-                metrics = {}
-            return list(values), joined, given, metrics, program.log.way()
-
-        traces.enter(settings())
+        program = self._program(work, step)
+        steps = _ReplayedSteps(program, step, work, self.settings, self._noted, draws)
+        steps.enter()
         logs, counts = LogsInTurn(len(work.clients), self.settings.device), [0] * len(work.clients)
 
         def given(row: int) -> Given:
@@ -189,34 +164,18 @@ class SequentialEvaluation:
         shared = given(0) if work.is_of_one_model and len(work.clients) else None
         clients = work.clients.tolist()
         of_all = evaluation_minibatches(work.data, clients, Limits(1, work.limit), self.settings)
-        sharing = restoring_once() if known else nullcontext()
+        sharing = restoring_once() if step.checks.known else nullcontext()
         with sharing, torch.no_grad(), program.capturing():
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
-                model, metrics, logged = shared or given(row), dict[str, Metric](), LogsOfSteps()
-                for number, batch in minibatches:
-                    size = batch_length(batch)
-                    with (
-                        naming_clients(work.step, work.data.names, [client], work.round),
-                        drawing(client, number),
-                    ):
-                        step_of = partial(run, number)
-                        names, joined, given_to, objects, way = traces.run(
-                            step_of, model, batch, kind=traces.kind(number)
-                        )
-                        program.log.replayed(way)
-                        if program.log.calls is not None:
-                            own, objects = made(program.log.calls, given_to, self.module)
-                            logged.add(own, size, None, program.log.reductions)
-                    metrics |= objects
-                    counts[row] += size
-                    logged.add_joined(names, joined, size, program.log.reductions)
+                model = shared or given(row)
+                logged, metrics, counts[row] = steps.of_client(client, model, minibatches)
                 logs.add(row, logged)
                 if metrics:
                     with naming_clients(work.step, work.data.names, [client], work.round):
                         logs.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None and on_clients([row]) is not False:
-                    checks.look_after_hooks(traces)
-                    traces.enter(settings())
+                    step.checks.look_after_hooks(step.traces)
+                    steps.enter()
         # Nothing is predicted here.
         options, orders = dict(program.log.options), frozenset(program.log.orders)
         return Evaluation(logs.compute(), torch.tensor(counts), options, orders=orders)
@@ -303,3 +262,93 @@ class SequentialEvaluation:
         options, orders = dict(program.log.options), frozenset(program.log.orders)
         counted = torch.tensor(counts)
         return Evaluation(logs.compute(), counted, options, predictions, orders), moved
+
+
+class _ReplayedSteps:
+    """Steps of an evaluation that may be replayed.
+
+    Args:
+        program: The step as a function.
+        step: What its code reads, and its recordings.
+        work: The evaluation.
+        settings: The Trainer's flags.
+        noted: The torchmetrics objects that steps call.
+        draws: Whether steps may draw from torch's global generators, which are seeded for each.
+    """
+
+    def __init__(
+        self,
+        program: ClientProgram,
+        step: _Step,
+        work: EvaluationWork,
+        settings: EngineSettings,
+        noted: NotedMetrics,
+        draws: bool,
+    ) -> None:
+        self.program, self.checks, self.traces = program, step.checks, step.traces
+        self.work, self.settings = work, settings
+        self._noted, self._draws, self._known = noted, draws, step.checks.known
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether a hook has made a step unknown whose code was known before."""
+        return self._known and not self.checks.known
+
+    def enter(self) -> None:
+        """Choose the recordings by what steps read of the module now."""
+        if self._unsure:
+            self.traces.enter(None)
+        else:
+            read = self.checks.settings(any_epoch=True)
+            self.traces.enter((self.program, self.work.dataloader_idx, read))
+
+    def of_client(
+        self, client: int, model: Given, minibatches: Iterable[tuple[int, Any]]
+    ) -> tuple[LogsOfSteps, dict[str, Metric], int]:
+        """Run the steps of a client.
+
+        Returns:
+            What they have logged, torchmetrics objects that are still to be computed, and the
+            number of samples.
+        """
+        work, log, samples = self.work, self.program.log, 0
+        metrics, of_steps = dict[str, Metric](), LogsOfSteps()
+        for number, batch in minibatches:
+            size = batch_length(batch)
+            with (
+                naming_clients(work.step, work.data.names, [client], work.round),
+                self._drawing(client, number),
+            ):
+                names, joined, given, objects, way = self.traces.run(
+                    partial(self._run, number), model, batch, kind=self.traces.kind(number)
+                )
+                log.replayed(way)
+                if log.calls is not None:
+                    own, objects = made(log.calls, given, self.program.module)
+                    of_steps.add(own, size, None, log.reductions)
+            metrics |= objects
+            samples += size
+            of_steps.add_joined(names, joined, size, log.reductions)
+        return of_steps, metrics, samples
+
+    def _drawing(self, client: int, number: int) -> AbstractContextManager[None]:
+        if not (self._draws or self._unsure):
+            return nullcontext()
+        key = derive(self.settings.seed, self.work.step, client, number)
+        return seeded(key, everything=self._unsure)
+
+    def _run(self, number: int, model: Model, batch: Any) -> _Logged:
+        """Run a step, whose operators are recorded."""
+        self._noted.begin()
+        seen, log = self.traces.seen(number), self.program.log
+        logged = self.program.evaluation_step(model, self.work.step, batch, seen)[1]
+        given: dict[str, Tensor] = {}
+        # A replay has one result less to copy for each value.
+        values, device = tensors_in(logged), self.settings.device
+        each = [value.to(device, torch.float64) for value in values.values()]
+        joined = [torch.stack(each)] if each else []
+        metrics = {name: one for name, one in logged.items() if isinstance(one, Metric)}
+        if self._noted.active:
+            log.calls, given = self._noted.taken(logged), self._noted.given()
+            metrics = {}
+        return list(values), joined, given, metrics, log.way()
