@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
 from lightning_pfl.engine.known_code import (
@@ -25,6 +25,7 @@ from lightning_pfl.engine.known_code import (
     numbers_of_trainer,
     read_by_step,
     reads_epoch,
+    tensors_of,
 )
 from lightning_pfl.engine.recording import BY_VALUE
 from lightning_pfl.engine.trace import Repeated, Same, fingerprint
@@ -111,6 +112,11 @@ class Checks:
     def calls_metrics(self) -> bool:
         """Whether known steps of this round call torchmetrics objects."""
         return self._read is not None and calls_metrics(self._read)
+
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors that attributes hold and known steps of this round may write to."""
+        return tensors_of(self._read or {})
 
     def reads_epoch(self) -> bool:
         """Whether known steps read the number of the round."""

@@ -166,7 +166,7 @@ def is_still(read: Read) -> bool:
 
 def _now(owner: Any, name: str) -> Any:
     """Return what an entry of :data:`Read` would be now."""
-    if owner in (Tensor, Metric, L.Trainer, L.LightningModule):
+    if isinstance(owner, nn.Module) or owner in (Tensor, Metric, L.Trainer, L.LightningModule):
         return None
     if isinstance(owner, str):
         return getattr(sys.modules.get(owner), "__dict__", {}).get(name)
@@ -185,6 +185,12 @@ def asks_for_places(read: Read) -> bool:
 def calls_metrics(read: Read) -> bool:
     """Whether code names a torchmetrics object."""
     return any(owner is Metric for owner, _ in read)
+
+
+def tensors_of(read: Read) -> list[tuple[str, Tensor]]:
+    """Return the tensors that attributes of layers hold and code may write to, with their names."""
+    held = [(name, vars(owner).get(name)) for owner, name in read if isinstance(owner, nn.Module)]
+    return [(name, value) for name, value in held if isinstance(value, Tensor)]
 
 
 def numbers_of_trainer(module: nn.Module, read: Read, any_epoch: bool) -> tuple[Any, ...]:
@@ -330,6 +336,9 @@ class CodeReader:
             self.read[Metric, name] = None
         if name.startswith("__") or name in OUTSIDE or name in self._hidden:
             unknown(f"it reads an attribute {name!r}")
+        for part in (*self._own, *self._layers):
+            if isinstance(part, nn.Module) and type(vars(part).get(name)) is Tensor:
+                self.read[part, name] = None
         for kind in self._kinds:
             if name in vars(kind):
                 self._of_class(kind, name)

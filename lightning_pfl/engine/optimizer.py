@@ -21,7 +21,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.operators import global_step_hooks
-from lightning_pfl.engine.recording import BY_VALUE, KEPT
+from lightning_pfl.engine.recording import BY_VALUE, KEPT, NotRecordableError
 from lightning_pfl.engine.replay import Recording, record
 from lightning_pfl.engine.trace import LIMIT, of_object
 
@@ -412,7 +412,7 @@ class ClientOptimizer:
                 _, recordings[key] = record(
                     lambda: self._plain_step(ready), (), [*ready, *held], Buffers(KEPT)
                 )
-            except TypeError:  # it reads a number out of its state
+            except (TypeError, NotRecordableError):  # it reads a number out of its state
                 for leaf, old in zip(held, before, strict=True):
                     leaf.copy_(old)
                 self._plain_step(ready)

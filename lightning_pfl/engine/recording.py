@@ -110,6 +110,13 @@ def _code(source: str, mode: str) -> CodeType:
     return compile(source, "<recording>", mode)
 
 
+class NotRecordableError(Exception):
+    """An operator that a replay can't repeat, with what it does.
+
+    No TypeError: after one in ``x += y`` Python goes on with ``x = x + y``.
+    """
+
+
 @dataclass(frozen=True)
 class Call:
     """An operator's call.
@@ -140,7 +147,7 @@ class _NoNumbers(TorchFunctionMode):
         func = own_function(func)
         makes = func in _MAKE_TENSORS and _holds_tensor([*args, *(kwargs or {}).values()])
         if makes or func in _READ_NUMBERS:
-            raise TypeError(f"it reads numbers out of a tensor by {func.__name__}")
+            raise NotRecordableError(f"it reads numbers out of a tensor by {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
@@ -201,12 +208,14 @@ class Recorder(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.dynamic_output_shape in func.tags and not _has_plain_indices(func, args):
-            raise TypeError(f"the shape of what {func} returns depends on numbers in a tensor")
+            raise NotRecordableError(
+                f"the shape of what {func} returns depends on numbers in a tensor"
+            )
         if torch.Tag.inplace_view in func.tags:
             return self._reshaped(func, args, kwargs)
         writes = frozenset(self._changed(func, args, kwargs))
         if any(self.roots[name] in self.constants for name in writes):
-            raise TypeError(f"{func} writes to a tensor that stays from step to step")
+            raise NotRecordableError(f"{func} writes to a tensor that stays from step to step")
         if self._seeding is not None and is_random(func):
             self.calls.append(self._seeding)
             self._seeding = None
@@ -243,7 +252,9 @@ class Recorder(OperatorMode):
         result = func(*args, **kwargs)
         place = [(one.data_ptr(), one.dtype, one.numel()) for one in (before, tensor)]
         if not name.startswith("v") or place[0] != place[1]:
-            raise TypeError(f"{func} changes more than the shape of a tensor of the step's own")
+            raise NotRecordableError(
+                f"{func} changes more than the shape of a tensor of the step's own"
+            )
         self.tensors[name] = before
         shape, strides = list(tensor.shape), list(tensor.stride())
         text, view = f"{name}, {shape}, {strides}", torch.ops.aten.as_strided.default
@@ -267,7 +278,7 @@ class Recorder(OperatorMode):
         if result is None or id(result) in self._names:
             return "_"
         if not isinstance(result, Tensor):
-            raise TypeError(f"it reads a {type(result).__name__} out of a tensor")
+            raise NotRecordableError(f"it reads a {type(result).__name__} out of a tensor")
         return self._keep(result, f"v{len(self.tensors)}")
 
     def _keep(self, value: Tensor, name: str) -> str:

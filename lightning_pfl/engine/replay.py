@@ -47,8 +47,8 @@ def record(
         The function's result, and the recording, whose results are in new memory.
 
     Raises:
-        TypeError: If a number or a shape is made of a tensor, on which the rest may depend, or a
-            tensor is written to that the function hasn't made and isn't given.
+        NotRecordableError: If a number or a shape is made of a tensor, on which the rest may
+            depend, or a tensor is written to that the function hasn't made and isn't given.
     """
     recorder = Recorder(leaves)
     with recorder.recording():

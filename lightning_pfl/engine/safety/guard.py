@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pfl.core.tree import Model, Tree, is_expanded, named_leaves
 from lightning_pfl.engine.program import NotVectorizableError
 from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
-from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import changed, is_same, restore, snapshot
 
 DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
 
 
 @contextmanager
-def guarded(module: nn.Module, key: int, known: bool = False) -> Iterator[Elsewhere]:
+def guarded(
+    module: nn.Module, key: int, known: Sequence[tuple[str, Tensor]] | None = None
+) -> Iterator[Elsewhere]:
     """Run steps of many clients as one program, and check that they leave no trace.
 
     Python runs once for all clients: an attribute that a step sets would be shared by them, or
@@ -27,8 +29,9 @@ def guarded(module: nn.Module, key: int, known: bool = False) -> Iterator[Elsewh
     Args:
         module: The user's module.
         key: Seed of the global generators inside the block.
-        known: Whether the code of the steps is known to leave no trace but draws from torch's
-            generators, so that only these are seeded.
+        known: What steps may write to whose code is known: tensors, with their names. Such code
+            leaves no other trace but draws from torch's generators, so that only these are seeded.
+            None where it isn't known.
 
     Yields:
         Whether the global generators were used, valid after the block.
@@ -37,8 +40,8 @@ def guarded(module: nn.Module, key: int, known: bool = False) -> Iterator[Elsewh
         NotVectorizableError: If a step has changed an attribute of the module, or has used Python's
             or NumPy's generator.
     """
-    if known:
-        with watch_global_rng(key, torch_alone=True) as elsewhere:
+    if known is not None:
+        with _tensors_unwritten(known), watch_global_rng(key, torch_alone=True) as elsewhere:
             yield elsewhere
         return
     with unwritten(module):
@@ -58,11 +61,28 @@ def unwritten(module: nn.Module) -> Iterator[None]:
     before = snapshot(module)
     try:
         yield
-        if (stored := changed(module, before)) is not None:
-            raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
+        _require(changed(module, before))
     except Exception:
         restore(module, before)
         raise
+
+
+@contextmanager
+def _tensors_unwritten(held: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
+    """Check that steps of many clients don't write to tensors; see `unwritten`."""
+    before = [(name, value, value.detach().clone()) for name, value in held]
+    try:
+        yield
+        _require(next((name for name, value, old in before if not is_same(value, old)), None))
+    except Exception:
+        for _, value, old in before:
+            value.data.copy_(old)
+        raise
+
+
+def _require(stored: str | None) -> None:
+    if stored is not None:
+        raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
 
 
 @contextmanager

@@ -136,9 +136,17 @@ def _writes(value: Tensor) -> int:
 
 def _written(value: Tensor, held: tuple[int, Tensor | None]) -> bool:
     version, copied = held
-    if version >= 0:
-        return value._version != version
-    return copied is not None and (value.shape != copied.shape or not torch.equal(value, copied))
+    if version >= 0 and value._version != version:
+        return True
+    # Nor does `value.data` count.
+    return copied is not None and not is_same(value, copied)
+
+
+def is_same(value: Tensor, copied: Tensor) -> bool:
+    """Whether a tensor holds what a copy of it holds."""
+    return value.shape == copied.shape and torch.allclose(
+        value, copied, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def changed(module: nn.Module, before: Snapshot, metrics: bool = True) -> str | None:

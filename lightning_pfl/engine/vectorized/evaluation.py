@@ -25,7 +25,7 @@ from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.logs import LogCapture
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.global_rng import Elsewhere
-from lightning_pfl.engine.safety.guard import guarded, unwritten
+from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import Budget, Limits, fitting_samples
 from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
@@ -163,7 +163,9 @@ class VectorizedEvaluation:
                     nullcontext(Elsewhere())
                     if trusted
                     else guarded(
-                        self.module, derive(self.settings.seed, "guard", step), replayed is not None
+                        self.module,
+                        derive(self.settings.seed, "guard", step),
+                        None if replayed is None else replayed.checks.tensors,
                     )
                 ) as elsewhere:
                     batches = evaluation_batches(
@@ -298,9 +300,7 @@ class VectorizedEvaluation:
         def run(models: Model, data: Any) -> tuple[dict[str, Tensor], int]:
             number = traces.seen(minibatch.number)
             batch = replace(minibatch, data=data)
-            # Known code sets no attribute, but it may write to the tensor in one: never recorded.
-            with nullcontext() if traces.recording else unwritten(self.module):
-                return self._run_step(models, batch, number, step, metrics)[1], log.way()
+            return self._run_step(models, batch, number, step, metrics)[1], log.way()
 
         kind = traces.kind(minibatch.number)
         values, way = traces.run(run, part, minibatch.data, kind=kind)

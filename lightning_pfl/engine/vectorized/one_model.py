@@ -124,8 +124,8 @@ class OneModelEvaluation:
         return LargeOperators(self._checks[step].placeless)
 
     def _watched(self, step: str, known: bool) -> AbstractContextManager[Elsewhere]:
-        """Watch what a step may leave behind: of layers that are torch's alone only draws."""
-        if known:
+        """Watch what a step may leave behind: of known ones that hold no tensors only draws."""
+        if known and not self._checks[step].tensors:
             return watch_global_rng(None, torch_alone=True)
         return guarded(self.module, derive(self.settings.seed, "guard", step))
 
