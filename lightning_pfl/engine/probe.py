@@ -16,7 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
-from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
+from lightning_pfl.engine.base import EvaluationWork, LocalWork
 from lightning_pfl.engine.cost import Gradient, Share, batching_pays, evaluating_pays
 from lightning_pfl.engine.operators import ONEDNN_PRODUCT, OperatorMode
 from lightning_pfl.engine.program import batchable_kernels
@@ -385,10 +385,15 @@ def _first_step(work: LocalWork, module: nn.Module) -> LocalWork:
     return replace(few, info=info, phases=phases, optimizer=sgd, schedule=None, kept=None)
 
 
-def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
-    """Run the work and return its results as a tree to compare."""
+def results(engine: SequentialEngine | VectorizedEngine, work: LocalWork | EvaluationWork) -> Tree:
+    """Run the work and return its results as a tree to compare.
+
+    Its steps aren't recorded, as none of the run is like them: their clients are few, and their
+    optimizer is another one.
+    """
     if isinstance(work, LocalWork):
-        return training_trees(engine.train(work))
+        with engine.traces.resting(), engine.whole.resting():
+            return training_trees(engine.train(work))
     return evaluation_trees(engine.evaluate(work), work.models)
 
 

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -240,6 +240,7 @@ class Repeated(ABC, Generic[Recorded]):
         epoch: Epoch | None = None,
     ) -> None:
         self.used, self.recording, self.numbered = 0, False, False
+        self._rests = False
         self._around, self._epoch = around, epoch
         # The settings under which there is a recording for each round.
         self._by_round: set[int] = set()
@@ -260,9 +261,21 @@ class Repeated(ABC, Generic[Recorded]):
             at_once: Whether steps may be recorded at their first call, as nothing runs in them that
                 could do something else there.
         """
-        self._checks, self._at_once, self._before = check, at_once, self._contexts.made
+        if self._rests:
+            return
+        self._checks, self._at_once = check, at_once
+        self._before = self._contexts.made if self._round else 0
         self._checked.clear()
         self._round += 1
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Record and replay nothing inside a ``with`` block, whose steps belong to no round."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def _take(self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves) -> Any:
         """Take a step.
@@ -273,6 +286,8 @@ class Repeated(ABC, Generic[Recorded]):
             given: What it is given.
             leaves: The tensors of that.
         """
+        if self._rests:
+            return self._really(function, given)
         if key[0] in self._by_round and self._epoch is not None:
             key = *key, self._epoch.now()
         kept = self._recorded.get(key)

@@ -252,6 +252,17 @@ def test_the_log_counts_no_clients_of_a_sanity_check(caplog: pytest.LogCaptureFi
     assert "at once" not in line[0]
 
 
+def test_the_probe_leaves_recordings_to_the_run() -> None:
+    """Of six steps of known code on clients of one size two are recorded, without momentum and with
+    it, and the others are replays: the probe has recorded none, and the first round's settings
+    don't count as new in a later one, where they might change in each."""
+    data = image_clients((8, 8, 8), batch_size=4)
+    found = fit(FedAvg(local_epochs=3), data, Classifier(), engine="vectorized")
+    engine: Any = found.strategy.federation.engine._engines["training_step"]
+    assert len(engine.whole._recorded) == 2
+    assert engine.whole.used == 4
+
+
 def test_what_the_probe_counts_makes_no_known_step_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
