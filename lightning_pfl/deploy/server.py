@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -22,6 +22,7 @@ from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import CountedDataModule, Counts
 from lightning_pfl.deploy.node import write_atomically
 from lightning_pfl.deploy.nodes import Line, Nodes
+from lightning_pfl.deploy.packet import Packet
 from lightning_pfl.deploy.remote import ServerFederation
 from lightning_pfl.deploy.wire import Writer
 from lightning_pfl.federation.federation import Federation
@@ -147,14 +148,7 @@ def serve(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        line = f"[{time.monotonic() - began:8.1f} s] {text}"
-        print(line, flush=True)
-        with (folder / "progress.log").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
+    say = _teller(folder / "progress.log")
     bare = {name: value for name, value in settings.items() if name != "data"}
     root = {"default_root_dir": str(folder), "num_sanity_val_steps": 0, "devices": 1}
     begun = _begin_federation(folder, recipe.choose_seed(settings), list(clients))
@@ -162,12 +156,7 @@ def serve(
     trainer, module = connected(cli.trainer), cli.model
     federation = cast("ServerFederation", cast("ServerStrategy", trainer.strategy).federation)
     method = check_deployable(module, trainer.callbacks)
-    if secure is not None and not method.averages_models:
-        raise MisconfigurationException(
-            f"Expected a method whose server uses the mean of the uploaded models alone, but got "
-            f"{type(method).__name__} with `secure_aggregation`. Use FedAvg, FedRep or Ditto, say, "
-            "or remove `secure_aggregation`."
-        )
+    _check_settings(federation, method, secure)
     owners = clients if isinstance(clients, Mapping) else {}
     names = list(clients)
     nodes = Nodes(
@@ -181,27 +170,13 @@ def serve(
         pause=pause,
         say=say,
     )
-    if federation.keeps_optimizers:
-        raise MisconfigurationException(
-            "Expected keep_optimizer_state=False in a deployment, whose nodes keep client states "
-            "alone, but got True. Leave it out."
-        )
     federation.nodes, federation.id, federation.secure = nodes, begun["id"], secure
     last, known = folder / "last.ckpt", folder / "counts.json"
     if known.is_file():
         _read_numbers(known, nodes)
     nodes.wait()
     _write_numbers(known, nodes)
-    said = {key: begun[key] for key in ("seed", "names")} | {"federation": federation.id}
-    if method.needs_sample_counts:
-        said["num_samples"] = [nodes.counts[name]["train"].samples for name in names]
-    if nodes.labels:
-        classes = max(map(len, nodes.labels.values()))
-        held = [nodes.labels[name] for name in names]
-        said["labels"] = [some + [0] * (classes - len(some)) for some in held]
-    joined = Writer()
-    joined.add_tree(ParameterSplit(module).model(), "model")
-    join = joined.packet("join", {**said, "digest": nodes.digest})
+    join = _invitation(begun, module, method, nodes)
     nodes.join = lambda: join
     val_split = str(settings.get("data", {}).get("init_args", {}).get("val_split", "train"))
     data = CountedDataModule(names, nodes.counts, nodes.labels, val_split)
@@ -214,6 +189,50 @@ def serve(
     progress.write(trainer, {}, "finished")
     say(f"Finished after {federation.rounds} rounds.")
     return trainer
+
+
+def _teller(path: Path) -> Callable[[str], None]:
+    """Return a function that prints a text with the seconds so far, and adds it to a file."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        line = f"[{time.monotonic() - began:8.1f} s] {text}"
+        print(line, flush=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    return say
+
+
+def _check_settings(federation: ServerFederation, method: Method, secure: float | None) -> None:
+    """Raise an error for settings of a recipe that can't be deployed."""
+    if secure is not None and not method.averages_models:
+        raise MisconfigurationException(
+            f"Expected a method whose server uses the mean of the uploaded models alone, but got "
+            f"{type(method).__name__} with `secure_aggregation`. Use FedAvg, FedRep or Ditto, say, "
+            "or remove `secure_aggregation`."
+        )
+    if federation.keeps_optimizers:
+        raise MisconfigurationException(
+            "Expected keep_optimizer_state=False in a deployment, whose nodes keep client states "
+            "alone, but got True. Leave it out."
+        )
+
+
+def _invitation(
+    begun: Mapping[str, Any], module: L.LightningModule, method: Method, nodes: Nodes
+) -> Packet:
+    """Make the message by which a node joins: the initial model, and what clients must know."""
+    said = {"seed": begun["seed"], "names": begun["names"], "federation": begun["id"]}
+    if method.needs_sample_counts:
+        said["num_samples"] = [nodes.counts[name]["train"].samples for name in nodes.names]
+    if nodes.labels:
+        classes = max(map(len, nodes.labels.values()))
+        held = [nodes.labels[name] for name in nodes.names]
+        said["labels"] = [some + [0] * (classes - len(some)) for some in held]
+    joined = Writer()
+    joined.add_tree(ParameterSplit(module).model(), "model")
+    return joined.packet("join", {**said, "digest": nodes.digest})
 
 
 def _begin_federation(folder: Path, seed: int, names: list[str]) -> dict[str, Any]:
