@@ -32,7 +32,7 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.contract.returned import require_same_tree
-from lightning_pfl.core.tree import rows
+from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import require_public
@@ -45,6 +45,7 @@ from lightning_pfl.federation.eligibility import (
     warn_of_single_samples,
 )
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.federation.server_training import train_server
 from lightning_pfl.metrics.history import without_summary
@@ -351,37 +352,11 @@ class FederatedLoop(FitLoop):
     def _aggregate(self, round: Round, cohort: Cohort, work: LocalResult) -> None:
         """Update the server from the accepted uploads, and store the client states."""
         federation, method = self.federation, self.federation.method
-        each = self._each_is_read(round)
-        if each:
-            cohort.gather_uploads(work)
-            round.uploads = work.uploads
-        self._hook("on_local_training_end", round)
-
-        verdict = cohort.accept_uploads(work)
-        if not each:
-            work.uploads = cohort.average_uploads(work, verdict.accepted)
-        uploads, round.rejected = work.uploads, verdict.rejected
-        self.log.record(federation, round, work, verdict)
-        if round.rejected:
-            accepted = verdict.accepted.nonzero().flatten()
-            uploads = rows(uploads, accepted.to(cohort.device))
-        round.uploads = uploads
-        self._hook("on_aggregation_start", round)
-        server, refused = federation.server, ""
-        if len(cohort.info):
-            with self.trainer.profiler.profile("aggregation"):
-                updated = method.server_update(server, uploads, cohort.info)
-                server = require_same_tree(federation.server, updated, method)
-                if method.server_phases(round.number):
-                    public = self._public_data()
-                    server = train_server(federation, server, uploads, cohort.info, public)
-                refused = federation.refuse_step(server, verdict)
-                if not refused:
-                    cohort.exchange("after")
+        uploads, verdict = self._accept(round, cohort, work)
+        server, refused = self._updated_server(round, cohort, uploads, verdict)
         self.log.add_messages(round, cohort.exchanged)
         if refused:
             self.log.refuse_server(federation, round, verdict, refused)
-            server = federation.server
         self.stage = STORING
         if not refused:
             cohort.store()
@@ -402,6 +377,43 @@ class FederatedLoop(FitLoop):
         self.log.add(measured)
         self.log.warn(method.warnings_after(federation, round))
         self._hook("on_round_end", round)
+
+    def _accept(self, round: Round, cohort: Cohort, work: LocalResult) -> tuple[Tree, Verdict]:
+        """Reduce the cohort to accepted clients; return their uploads, and what the gate says."""
+        each = self._each_is_read(round)
+        if each:
+            cohort.gather_uploads(work)
+            round.uploads = work.uploads
+        self._hook("on_local_training_end", round)
+
+        verdict = cohort.accept_uploads(work)
+        if not each:
+            work.uploads = cohort.average_uploads(work, verdict.accepted)
+        uploads, round.rejected = work.uploads, verdict.rejected
+        self.log.record(self.federation, round, work, verdict)
+        if round.rejected:
+            accepted = verdict.accepted.nonzero().flatten()
+            uploads = rows(uploads, accepted.to(cohort.device))
+        round.uploads = uploads
+        self._hook("on_aggregation_start", round)
+        return uploads, verdict
+
+    def _updated_server(
+        self, round: Round, cohort: Cohort, uploads: Tree, verdict: Verdict
+    ) -> tuple[Tree, str]:
+        """Return the server's new tree; or the one before, and why the new one is refused."""
+        federation, method = self.federation, self.federation.method
+        before, info = federation.server, cohort.info
+        if not len(info):
+            return before, ""
+        with self.trainer.profiler.profile("aggregation"):
+            server = require_same_tree(before, method.server_update(before, uploads, info), method)
+            if method.server_phases(round.number):
+                server = train_server(federation, server, uploads, info, self._public_data())
+            if refused := federation.refuse_step(server, verdict):
+                return before, refused
+            cohort.exchange("after")
+        return server, ""
 
     def _each_is_read(self, round: Round) -> bool:
         """Whether a callback or the server looks at the upload of each client."""
