@@ -210,8 +210,10 @@ class Cohort:
             batch.client_state = {**batch.work.client_state, **edges}
             batch.optimizers = batch.work.optimizers
         done = self._joined()
-        if self.shard.alone:
-            return done
+        return done if self.shard.alone else self._share(done, gate)
+
+    def _share(self, done: LocalResult, gate: bool) -> LocalResult:
+        """Share logged values, the form of an upload and, if asked, what the gate says."""
         decisions, form = None, form_of(done.uploads) if len(self.mine) else None
         if gate:
             decisions = self._decide(done)

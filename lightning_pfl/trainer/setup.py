@@ -135,16 +135,11 @@ class StageSetup:
         checks.check_keeps_optimizers(federation.method, federation.keeps_optimizers)
         split = parameter_splits(module, federation.method)
         checks.check_one_process(len(split), federation.ranks.size)
+        fitting = trainer.state.fn == TrainerFn.FITTING
         choose = partial(choose_device, self.client_state_device, device)
         if fresh:
-            fitting = trainer.state.fn == TrainerFn.FITTING
-            if fitting and saved is None:
-                checks.check_unused(trainer)
-                checks.check_finite(module)
-            elif saved is None:
-                if self._owner is not None:
-                    checks.check_kept(trainer, self._owner[0], federation.rounds)
-                _warn_of_lost_parts(module)
+            if saved is None:
+                self._check_begins(trainer, module)
             architectures = make_architectures(module, split, names)
             federation.begin(module, architectures, names, num_samples, choose)
             self._owner = owner
@@ -162,15 +157,15 @@ class StageSetup:
             federation.num_samples = num_samples
         if saved is not None:
             federation.load_state_dict(saved)
-            if trainer.state.fn == TrainerFn.FITTING:
+            if fitting:
                 self._warn_of_other_settings(trainer, saved.get("run", {}))
-        federation.fitting = trainer.state.fn == TrainerFn.FITTING
-        if federation.fitting and not federation.keeps_best:
+        federation.fitting = fitting
+        if fitting and not federation.keeps_best:
             federation.best = {}
         self._compare_partitions(trainer, fresh, saved)
         self.saved = None
         self._begin_engines(trainer, training, fresh, saved)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             loop = fit_loop(trainer)
             loop.find_learners()
             splits = [architecture.parameter_split for architecture in federation.architectures]
@@ -178,6 +173,16 @@ class StageSetup:
             _note_parts(federation, module)
             self._report(trainer)
             log_settings(trainer, self._settings(trainer))
+
+    def _check_begins(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that a stage may begin a federation without a checkpoint."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            checks.check_unused(trainer)
+            checks.check_finite(module)
+            return
+        if self._owner is not None:
+            checks.check_kept(trainer, self._owner[0], self.federation.rounds)
+        _warn_of_lost_parts(module)
 
     def _split_data(self, trainer: L.Trainer) -> None:
         """Let the data module and the loops keep the samples of this process's clients alone."""
