@@ -25,6 +25,15 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.quadratic import QuadraticModule
 from lightning_pfl.trainer.strategy import FederatedStrategy
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Flags of a Trainer on the CPU that prints nothing and writes no file."""
+
 
 class Recorder(FederatedCallback):
     """Keeps copies of the trees of each round.
@@ -161,15 +170,7 @@ def quiet_trainer(strategy: FederatedStrategy, rounds: int, **flags: Any) -> L.T
         rounds: Communication rounds.
         **flags: Flags of the Trainer, which override these.
     """
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **flags,
-    }
-    return L.Trainer(max_epochs=rounds, strategy=strategy, **settings)
+    return L.Trainer(max_epochs=rounds, strategy=strategy, **{**QUIET, **flags})
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import quadratic_clients
+from lightning_pfl.testing.fitting import QUIET
 from tests.methods.split_quadratic import SplitQuadraticModule
 
 LR = 0.1
@@ -89,11 +90,7 @@ def trainer(method: Method, *callbacks: Any, **kwargs: Any) -> Any:
     settings |= {name: kwargs.pop(name) for name in names if name in kwargs}
     flags: dict[str, Any] = {
         "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "num_sanity_val_steps": 0,
         **kwargs,
     }

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing.fitting import QUIET
 from tests.callbacks.setting import Data, quadratics, split, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
@@ -47,15 +48,7 @@ def test_a_scope_that_matches_nothing_ends_the_run_before_it_begins() -> None:
 
 
 def test_another_strategy_is_refused() -> None:
-    run = L.Trainer(
-        max_epochs=1,
-        callbacks=[HeadFineTuning()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
+    run = L.Trainer(max_epochs=1, callbacks=[HeadFineTuning()], **QUIET)
     with pytest.raises(Exception, match="HeadFineTuning is used with SingleDeviceStrategy"):
         run.fit(split(), DataLoader(TensorDataset(torch.ones(2), torch.ones(2, 1))))
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfl import FederatedCallback, callbacks, methods
 from lightning_pfl.inspect import ClientHistogram
 from lightning_pfl.testing import QuadraticModule
+from lightning_pfl.testing.fitting import QUIET
 
 
 class Hears(FederatedCallback):
@@ -40,15 +41,7 @@ def pairs() -> DataLoader[Any]:
 
 
 def trainer(callback: FederatedCallback) -> L.Trainer:
-    return L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return L.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
 
 
 @pytest.mark.parametrize(("name", "make"), CASES, ids=[name for name, _ in CASES])

@@ -21,7 +21,7 @@ from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
-from lightning_pfl.testing.fitting import fit, quiet
+from lightning_pfl.testing.fitting import QUIET, fit, quiet
 from lightning_pfl.testing.rounds import local_round
 
 NAMES = ("ada", "bob", "cyd")
@@ -116,11 +116,9 @@ def test_validation_in_a_fit(engine: str, sanity: int) -> None:
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_steps_outside_a_fit(engine: Any, step: str, rounds: int) -> None:
     strategy = FederatedStrategy(FedAvg(), engine=engine)
-    flags: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    flags |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": rounds}
     module, when = Classifier(), " in round 1" if rounds else ""
     with quiet():
-        trainer = L.Trainer(strategy=strategy, **flags)
+        trainer = L.Trainer(max_epochs=rounds, strategy=strategy, **QUIET)
         if rounds:
             trainer.fit(module, clients())
         name = {"validate": "validation"}.get(step, step)

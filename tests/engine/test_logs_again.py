@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from lightning_pfl.core.errors import ClientError
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
-from lightning_pfl.testing.fitting import fit, quiet
+from lightning_pfl.testing.fitting import QUIET, fit, quiet
 from lightning_pfl.testing.rounds import local_round
 
 SIZES, BATCH = (5, 4), 2
@@ -62,14 +62,7 @@ def plain(step: str) -> list[dict[str, float]]:
         loader = DataLoader(TensorDataset(pool.fields[0][owned]), BATCH)
         module = Again()
         with quiet():
-            trainer = L.Trainer(
-                max_epochs=1,
-                accelerator="cpu",
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
+            trainer = L.Trainer(max_epochs=1, **QUIET)
             if step == "training":
                 trainer.fit(module, loader)
             else:

@@ -26,6 +26,7 @@ from lightning_pfl.methods import (
 )
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
+from lightning_pfl.testing.fitting import QUIET
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.trainer.setting import Quadratic, classes, network, points, trainer
 
@@ -296,15 +297,7 @@ class Plain(Quadratic):
 
 
 def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
-    plain = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    plain = L.Trainer(max_epochs=1, **QUIET, limit_val_batches=0)
     plain.fit(
         Plain(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 2)))
     )

@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.models.base import PersonalizedModule, split_decay
+from lightning_pfl.testing.fitting import QUIET
 
 
 def make_module(**settings: Any) -> PersonalizedModule:
@@ -340,13 +341,9 @@ def linear(inputs: int, outputs: int) -> dict[str, Any]:
 def trainer_settings(root: Path) -> dict[str, Any]:
     return {
         "default_root_dir": str(root),
-        "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "num_sanity_val_steps": 0,
     }
 

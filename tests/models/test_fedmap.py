@@ -12,6 +12,7 @@ from lightning_pfl import FederatedStrategy
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedBN
 from lightning_pfl.models import FedMAPMLP
+from lightning_pfl.testing.fitting import QUIET
 
 
 def clients() -> FederatedTensorDataset:
@@ -24,15 +25,7 @@ def clients() -> FederatedTensorDataset:
 
 
 def trainer(**settings: Any) -> L.Trainer:
-    return L.Trainer(
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        **settings,
-    )
+    return L.Trainer(max_epochs=2, **QUIET, **settings)
 
 
 @pytest.mark.parametrize("engine", ["auto", "sequential"])

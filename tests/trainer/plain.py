@@ -16,17 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing import fitting
 from lightning_pfl.testing.fitting import quiet
 
 SAMPLES, BATCH = 10, 4
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET: dict[str, Any] = {**fitting.QUIET, "num_sanity_val_steps": 0}
 
 
 def fields() -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.methods.base import Method
+from lightning_pfl.testing.fitting import QUIET
 
 LR = 0.25
 BATCH = 2
@@ -92,11 +93,7 @@ def trainer(
     }
     defaults: dict[str, Any] = {
         "max_epochs": 2,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "strategy": strategy
         or FederatedStrategy(method or FedAvg(), **{"seed": 3, "engine": "sequential", **settings}),
     }

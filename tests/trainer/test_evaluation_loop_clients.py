@@ -19,6 +19,7 @@ from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.contract.records import ClientResults, Evaluation
 from lightning_pfl.methods import Ditto, FedAvg
 from lightning_pfl.testing import QuadraticModule, quadratic_clients
+from lightning_pfl.testing.fitting import QUIET
 from lightning_pfl.trainer.board_layout import add_layout, add_summary, layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,15 +104,7 @@ def test_bytes_add_up_over_rounds_and_a_resumed_run(tmp_path: Path) -> None:
     each = first.callback_metrics["round/bytes_down"] + first.callback_metrics["round/bytes_up"]
     assert first.callback_metrics["round/bytes_total"] == 2 * each > 0
     (file,) = tmp_path.glob("epoch=1*.ckpt")
-    second = L.Trainer(
-        max_epochs=5,
-        strategy=FederatedStrategy(FedAvg()),
-        logger=False,
-        accelerator="cpu",
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    second = L.Trainer(max_epochs=5, strategy=FederatedStrategy(FedAvg()), **QUIET)
     data = quadratic_clients([1.0, 2.0, 3.0], [0.0, 1.0, 2.0])
     second.fit(QuadraticModule(), data, data, ckpt_path=str(file))
     assert second.callback_metrics["round/bytes_total"] == 5 * each

@@ -13,6 +13,7 @@ from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.data.sources.resized_crop import RandomResizedCrop, weights
 from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing.fitting import QUIET
 
 
 @pytest.mark.parametrize("size", [12, 40])
@@ -98,11 +99,7 @@ def test_both_engines_crop_alike_in_training() -> None:
         run = L.Trainer(
             max_epochs=2,
             strategy=FederatedStrategy(FedAvg(), engine=engine),
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             limit_val_batches=0,
         )
         data = FederatedTensorDataset(fields, rows, batch_size=4, augment=RandomResizedCrop(8))
