@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine import channels_last
 from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product, own_function
-from lightning_pfl.engine.pooling import MaxPool2x2, windows
+from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pooling_settings
 
 POOLED = 2**16
 """Entries from which 2 x 2 max pooling takes longer than elementwise maxima and their gradient.
@@ -42,20 +42,10 @@ class LargePooling(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_large_pooling(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> bool:
-    settings = windows(kernel_size, stride, padding, dilation)
-    halving = settings == ((2, 2), (2, 2), (0, 0), (1, 1))
+def _is_large_pooling(input: Tensor, *args: Any, **kwargs: Any) -> bool:
     plain = input.device.type == "cpu" and input.is_floating_point() and input.is_contiguous()
     large = input.ndim >= 3 and input.numel() >= POOLED and min(input.shape[-2:]) >= 2
-    return halving and plain and large and not ceil_mode and not return_indices
+    return plain and large and pooling_settings(*args, **kwargs) == HALVING
 
 
 LARGE = 1_500_000

@@ -7,11 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HALVING = (2, 2), (2, 2), (0, 0), (1, 1), False
+"""The settings of 2 x 2 max pooling."""
 
-def windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, ...]:
-    """Return a pooling's settings as pairs, None for what is no pair; the stride has a default."""
+
+def pooling_settings(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Any, ...] | None:
+    """Return settings of ``F.max_pool2d`` as pairs, and whether it rounds up; None for others."""
     sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
-    return tuple(map(pair, sides))
+    pairs = tuple(map(pair, sides))
+    return None if return_indices or None in pairs else (*pairs, ceil_mode)
 
 
 def pair(value: Any) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.large_operators import is_large
 from lightning_pfl.engine.operators import has_onednn, onednn_product, own_function
-from lightning_pfl.engine.pooling import MaxPool2x2, pair, windows
+from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pair, pooling_settings
 
 
 class FastKernels(TorchFunctionMode):
@@ -225,20 +225,12 @@ class BatchedLinear(torch.autograd.Function):
 # --- pooling ---
 
 
-def _max_pool2d(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
+def _max_pool2d(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     # Without a rule, `vmap` would merge clients into the batch, and copy channels-last memory.
-    settings = windows(kernel_size, stride, padding, dilation)
-    if None in settings or input.ndim < 3 or return_indices or input.device.type != "cpu":
+    settings = pooling_settings(*args, **kwargs)
+    if settings is None or input.ndim < 3 or input.device.type != "cpu":
         return NotImplemented
-    return _ClientPooling.apply(input, *settings, ceil_mode)
+    return _ClientPooling.apply(input, *settings)
 
 
 class _ClientPooling(torch.autograd.Function):
@@ -262,8 +254,7 @@ class _ClientPooling(torch.autograd.Function):
             merged = x.flatten(1, 2)  # a view of what a convolution of all clients returns
             if merged.is_contiguous(memory_format=torch.channels_last):
                 return F.max_pool2d(merged, *settings).unflatten(1, x.shape[1:3]), 1
-        plain = settings == ((2, 2), (2, 2), (0, 0), (1, 1), False)
-        if plain and x.is_floating_point() and min(x.shape[-2:]) >= 2:
+        if settings == HALVING and x.is_floating_point() and min(x.shape[-2:]) >= 2:
             last = dim >= x.ndim - 2
             x = x.movedim(dim, 0) if last else x
             return MaxPool2x2.apply(x), 0 if last else dim
