@@ -32,7 +32,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl._lightning import connected
+from lightning_pfl._lightning import connected, is_overridden
 from lightning_pfl.core.checks import (
     check_choice,
     check_integer,
@@ -42,8 +42,10 @@ from lightning_pfl.core.checks import (
 )
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
+from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import UNPROBED, check_engine
+from lightning_pfl.engine.vectorized.metrics import HOOKS
 from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
@@ -333,22 +335,37 @@ def check_unchanged(module: L.LightningModule, changed: Sequence[str]) -> None:
 
 
 class ModuleAtStart:
-    """The parameters with which a fit begins, to notice changes that no client would hear of.
+    """The module with which a fit or a round begins, to notice changes that reach no client.
 
     Args:
         splits: The parameter split of each architecture.
+        module: The Trainer's module.
+        callbacks: Its callbacks.
     """
 
-    def __init__(self, splits: Sequence[ParameterSplit]) -> None:
+    def __init__(
+        self,
+        splits: Sequence[ParameterSplit],
+        module: L.LightningModule,
+        callbacks: Sequence[Callback],
+    ) -> None:
         self._splits = splits
         self._layers = [_layers(split) for split in splits]
-        self._models: list[Model] | None = [split.model() for split in splits]
+        # Others leave a module as it is.
+        hooks = any(is_overridden(hook, module) for hook in HOOKS)
+        self._hooked = hooks or not all(map(is_ours, callbacks))
+        self._models: list[Model] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the model as it is now for that with which a round begins."""
+        self._models = [split.model() for split in self._splits] if self._hooked else []
 
     def check(self) -> None:
-        """Refuse what hooks have frozen, unfrozen or replaced, and once what they have written.
+        """Refuse what hooks have frozen, unfrozen or replaced, and what they have written.
 
         Raises:
-            MisconfigurationException: Names the parameter.
+            MisconfigurationException: Names the parameter or the buffer.
         """
         for split, layers in zip(self._splits, self._layers, strict=True):
             now = {name for name, leaf in split.module.named_parameters() if leaf.requires_grad}
@@ -357,11 +374,22 @@ class ModuleAtStart:
             for name, layer in _layers(split).items():
                 if layer is not layers[name]:  # in which engines put no client's tensors
                     raise _changed(split.module, name, "put into another layer")
-        for split, before in zip(self._splits, self._models or (), strict=False):
-            for name, leaf in split.model().items():
-                if not torch.allclose(leaf, before[name], rtol=0, atol=0, equal_nan=True):
-                    raise _changed(split.module, name, "changed")
-        self._models = None
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Refuse what hooks have written.
+
+        Raises:
+            MisconfigurationException: Names the parameter or the buffer.
+        """
+        for split, before in zip(self._splits, self._models, strict=False):
+            module = split.module
+            now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            for name, old in before.items():
+                leaf = now[name].detach()
+                same = torch.equal(leaf, old)  # a NaN isn't
+                if not (same or torch.allclose(leaf, old, rtol=0, atol=0, equal_nan=True)):
+                    raise _changed(module, name, "changed")
 
 
 def _layers(split: ParameterSplit) -> dict[str, Any]:
@@ -373,9 +401,10 @@ def _layers(split: ParameterSplit) -> dict[str, Any]:
 
 def _changed(module: Any, name: str, how: str) -> MisconfigurationException:
     return MisconfigurationException(
-        f"Expected the parameters of {type(module).__name__} to stay as they were in `setup`, but "
-        f"`{name}` was {how} in a later hook, of which no client would hear. Do so in `__init__`, "
-        "`configure_model` or `setup`."
+        f"Expected the model of {type(module).__name__} to stay as it was in `setup`, or as a "
+        f"round left it, but `{name}` was {how} in a later hook, of which no client would hear. Do "
+        "so in `__init__`, `configure_model` or `setup`; for what isn't a client's take a buffer "
+        "outside of the model, `register_buffer(..., persistent=False)`."
     )
 
 

@@ -102,7 +102,7 @@ class FederatedLoop(FitLoop):
         data: The training data.
         members: The federation's clients, where the data may be of some of them, in any order.
         present: Which of them the data have, bool ``(clients,)``; None for all.
-        module_at_start: The parameters with which the fit began.
+        module_at_start: The module as the fit or the last round left it.
         training: The optimizers and schedulers of each architecture's clients.
         stage: How far the current round is.
         log: What the current round logs, and what was warned of.
@@ -364,7 +364,9 @@ class FederatedLoop(FitLoop):
             self._left_out = None
         elif round.rejected and self._left_out is not None:
             self._left_out = next(iter(round.rejected.values()))
+        self.module_at_start.check_values()
         federation.commit(server)
+        self.module_at_start.renew()
         count_server_update(self)
         for training in self.training:
             steps = 0 if training.schedule is None else self._longest(cohort.phases, round)

@@ -169,7 +169,9 @@ class StageSetup:
             loop = fit_loop(trainer)
             loop.find_learners()
             splits = [architecture.parameter_split for architecture in federation.architectures]
-            loop.module_at_start = checks.ModuleAtStart(splits)
+            loop.module_at_start = checks.ModuleAtStart(
+                splits, module, connected(trainer).callbacks
+            )
             _note_parts(federation, module)
             self._report(trainer)
             log_settings(trainer, self._settings(trainer))

@@ -11,9 +11,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pfl import PersonalizedModule
+from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.methods import (
     FedAvg,
     FedPer,
@@ -171,6 +172,78 @@ def write(module: Any) -> None:
 def test_a_change_after_setup_is_refused(method: Any, change: Any, how: str, hook: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{how} in a later hook"):
         trainer(method(), max_epochs=2).fit(Changing(hook, change), points())
+
+
+class Watching(Quadratic):
+    """Has buffers in its model and outside of it."""
+
+    seen: Tensor
+    apart: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("apart", torch.zeros(()), persistent=False)
+
+
+def add_to(name: str) -> Callable[[Any], object]:
+    return lambda module: getattr(module, name).data.add_(1)
+
+
+class Writing(FederatedCallback):
+    """Does something to the module in a hook."""
+
+    def __init__(self, hook: str, change: Callable[[Any], object]) -> None:
+        setattr(type(self), hook, lambda self, trainer, module, *_, **__: change(module))
+
+
+LATER = (
+    *("on_train_batch_start", "on_train_batch_end", "on_round_start", "on_round_end"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"),
+)
+
+
+@pytest.mark.parametrize("hook", LATER)
+@pytest.mark.parametrize("name", ["w", "seen"])
+@pytest.mark.parametrize("method", [FedAvg, LocalOnly])
+def test_what_a_later_hook_writes_is_refused(method: Any, name: str, hook: str) -> None:
+    """Each round begins with the server's model, or with the clients' own."""
+    change = type("Once", (Writing,), {})(hook, add_to(name))
+    match = f"as a round left it, but `{name}` was changed in a later hook"
+    with pytest.raises(MisconfigurationException, match=match):
+        trainer(method(), max_epochs=2, callbacks=[change]).fit(Watching(), points(), points())
+
+
+@pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_train_epoch_end"])
+def test_what_a_hook_of_the_module_writes_is_refused(hook: str) -> None:
+    module = Watching()
+    setattr(module, hook, lambda: module.seen.add_(1))
+    with pytest.raises(MisconfigurationException, match="but `seen` was changed in a later hook"):
+        trainer(FedAvg(), max_epochs=2).fit(module, points(), points())
+
+
+@pytest.mark.parametrize("hook", LATER)
+def test_what_a_hook_puts_back_or_writes_elsewhere_is_not(hook: str) -> None:
+    def swap(module: Any) -> None:
+        before = module.w.detach().clone()
+        module.w.data.zero_()
+        module.w.data.copy_(before)
+        module.apart.add_(1)
+
+    module = Watching()
+    run = trainer(FedAvg(), max_epochs=2, callbacks=[type("Swap", (Writing,), {})(hook, swap)])
+    run.fit(module, points(), points())
+    assert module.apart > 0
+
+
+def test_what_a_hook_inside_a_clients_steps_writes_is_the_clients() -> None:
+    module = Watching()
+    vars(module)["on_train_batch_end"] = lambda *_: module.seen.add_(1)
+    run = trainer(LocalOnly(), max_epochs=2)
+    run.fit(module, points(), points())
+    for client, size in enumerate(SIZES):
+        assert run.strategy.client_state_dict(client)["seen"] == 2 * steps_of(size)
+    assert module.seen == 0
 
 
 def test_a_layer_replaced_after_setup_is_refused() -> None:
