@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,8 +116,7 @@ class NotRecordableError(Exception):
     """
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """An operator's call.
 
     Attributes:
@@ -206,32 +204,30 @@ class Recorder(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.dynamic_output_shape in func.tags and not _has_plain_indices(func, args):
+        kwargs, kind = kwargs or {}, _kind_of(func)
+        if kind.counts and not _has_plain_indices(func, args):
             raise NotRecordableError(
                 f"the shape of what {func} returns depends on numbers in a tensor"
             )
-        if torch.Tag.inplace_view in func.tags:
+        if kind.reshapes:
             return self._reshaped(func, args, kwargs)
-        writes = frozenset(self._changed(func, args, kwargs))
+        writes = self._changed(kind, args, kwargs) if kind.writes else _NONE
         if any(self.roots[name] in self.constants for name in writes):
             raise NotRecordableError(f"{func} writes to a tensor that stays from step to step")
         if self._seeding is not None and is_random(func):
             self.calls.append(self._seeding)
             self._seeding = None
         result = func(*args, **kwargs)
-        if func.namespace == "profiler":
+        if kind.is_silent:
             return result
-        if func in _VIEWS and _is_same(result, args[0]):
+        if kind.may_alias and _is_same(result, args[0]):
             self._also(result, self.name(args[0]))
             return result
         reads: set[str] = set()
-        text = ", ".join(
-            [
-                *(self._text(value, reads) for value in args),
-                *(f"{name}={self._text(value, reads)}" for name, value in kwargs.items()),
-            ]
-        )
+        texts = [self._text(value, reads) for value in args]
+        if kwargs:
+            texts += [f"{name}={self._text(value, reads)}" for name, value in kwargs.items()]
+        text = ", ".join(texts)
         several = isinstance(result, (tuple, list))
         makes = tuple(map(self._new, result if several else [result]))
         self.calls.append(Call(func, text, frozenset(reads), makes, several, writes))
@@ -262,16 +258,12 @@ class Recorder(OperatorMode):
         self.calls.append(Call(view, text, frozenset({name}), (made,), False, frozenset()))
         return result
 
-    def _changed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> set[str]:
-        """Return the names of the tensors that an operator has changed."""
+    def _changed(self, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> frozenset[str]:
+        """Return the names of the tensors that an operator changes."""
         changed: set[str] = set()
-        for number, argument in enumerate(func._schema.arguments):
-            # BatchNorm's operators don't say that they write to their running statistics.
-            statistics = argument.name in ("running_mean", "running_var")
-            if statistics or (argument.alias_info is not None and argument.alias_info.is_write):
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                self._text(given, changed)
-        return changed
+        for number, name in kind.writes:
+            self._text(args[number] if number < len(args) else kwargs.get(name), changed)
+        return frozenset(changed)
 
     def _new(self, result: Any) -> str:
         """Name a result; what an operator has changed in place has a name."""
@@ -331,7 +323,47 @@ class Recorder(OperatorMode):
                 return call
             text += f", {view.storage_offset()}"
         operator = same if layout(view) == layout(whole) else torch.ops.aten.as_strided.default
-        return replace(call, operator=operator, text=text, reads=frozenset({root}))
+        return call._replace(operator=operator, text=text, reads=frozenset({root}))
+
+
+class _Kind(NamedTuple):
+    """What a recorder asks of an operator; to ask each time takes as long as a small one.
+
+    Attributes:
+        counts: Whether the shape of what it returns may depend on numbers in a tensor.
+        reshapes: Whether it turns a tensor into another view of its memory.
+        is_silent: Whether it computes nothing.
+        may_alias: Whether it may return its first argument as it is.
+        writes: Positions and names of the arguments that it changes.
+    """
+
+    counts: bool
+    reshapes: bool
+    is_silent: bool
+    may_alias: bool
+    writes: tuple[tuple[int, str], ...]
+
+
+@cache
+def _kind_of(operator: Any) -> _Kind:
+    """Return what a recorder asks of an operator."""
+    tags = operator.tags
+    return _Kind(
+        torch.Tag.dynamic_output_shape in tags,
+        torch.Tag.inplace_view in tags,
+        operator.namespace == "profiler",
+        operator in _VIEWS,
+        tuple(
+            (number, argument.name)
+            for number, argument in enumerate(operator._schema.arguments)
+            # BatchNorm's operators don't say that they write to their running statistics.
+            if argument.name in ("running_mean", "running_var")
+            or (argument.alias_info is not None and argument.alias_info.is_write)
+        ),
+    )
+
+
+_NONE: frozenset[str] = frozenset()
 
 
 def _has_plain_indices(operator: Any, args: Any) -> bool:
