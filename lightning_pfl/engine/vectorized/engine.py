@@ -2,7 +2,7 @@
 
 Where it gains, besides the batching itself: ``engine/feature_cache.py`` computes features of a
 frozen, shared backbone once per phase; ``evaluation.py`` gives shared layers all clients' samples
-as one batch; ``whole_steps.py`` replays steps whose code is known without Python, and ``trace.py``
+as one batch; ``engine/whole_steps.py`` replays steps of known code, and ``engine/trace.py``
 gradients where the rest of a step can't be recorded; ``kernels.py`` has faster convolutions and
 pooling for CPUs. Listeners are called when a chunk is done: ``chunk_size`` clients, or else at most
 128 on a CPU and 512 on a GPU, so progress bars move by chunks.
