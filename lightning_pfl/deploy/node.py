@@ -31,7 +31,7 @@ from lightning_pfl.deploy.secure import Masks, average, from_bytes, to_bytes
 from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
 from lightning_pfl.engine.minibatches import count_ready_batches
-from lightning_pfl.engine.optimizer import learning_rates
+from lightning_pfl.engine.optimizer_options import learning_rates
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.architectures import Architecture
 from lightning_pfl.federation.evaluate import GLOBAL

@@ -15,7 +15,7 @@ from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork, ModuleLoop
-from lightning_pfl.engine.optimizer import why_not_elementwise
+from lightning_pfl.engine.optimizer_options import why_not_elementwise
 from lightning_pfl.engine.probe import Estimate, OperationCounter, Probe, results
 from lightning_pfl.engine.safety.compare import is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten

@@ -47,8 +47,8 @@ from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
-from lightning_pfl.engine.optimizer import (
-    Recordings,
+from lightning_pfl.engine.optimizer import Recordings
+from lightning_pfl.engine.optimizer_options import (
     changes_rates_alone,
     options_of,
     rates_of,

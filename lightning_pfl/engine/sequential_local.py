@@ -33,11 +33,7 @@ from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import Featured, samples_of
 from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
-from lightning_pfl.engine.optimizer import (
-    ClientOptimizer,
-    Recordings,
-    clip,
-)
+from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import split_draws
@@ -168,7 +164,7 @@ class SequentialLocalStep:
         Args:
             context: As of :meth:`~lightning_pfl.engine.whole_steps.WholeSteps.context`.
             rates: Learning rates that steps read, as of
-                :func:`~lightning_pfl.engine.optimizer.rates_of`.
+                :func:`~lightning_pfl.engine.optimizer_options.rates_of`.
             method: The method.
             state: The state before.
             steps: Each step's minibatches.

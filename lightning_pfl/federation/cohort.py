@@ -24,7 +24,7 @@ from lightning_pfl.core.tree import (
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import LocalWork
-from lightning_pfl.engine.optimizer import scheduled
+from lightning_pfl.engine.optimizer_options import scheduled
 from lightning_pfl.federation.architectures import (
     Architecture,
     merge_values,

@@ -23,7 +23,7 @@ from lightning_pfl.core.tree import Model, finite, tmap
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.minibatches import count_ready_batches
-from lightning_pfl.engine.optimizer import check_optimizer
+from lightning_pfl.engine.optimizer_options import check_optimizer
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.adapt import (
     adapt,

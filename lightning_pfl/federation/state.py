@@ -27,7 +27,7 @@ from lightning_pfl.core.tree import (
 )
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.optimizer import learning_rates
+from lightning_pfl.engine.optimizer_options import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.architectures import (
     Architecture,

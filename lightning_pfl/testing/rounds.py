@@ -16,7 +16,7 @@ from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset, label_counts
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import EngineSettings, LocalWork
-from lightning_pfl.engine.optimizer import learning_rates
+from lightning_pfl.engine.optimizer_options import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods.base import Method

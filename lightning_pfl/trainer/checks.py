@@ -43,7 +43,7 @@ from lightning_pfl.core.checks import (
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.checks import is_ours
-from lightning_pfl.engine.optimizer import check_optimizer
+from lightning_pfl.engine.optimizer_options import check_optimizer
 from lightning_pfl.engine.select import UNPROBED, check_engine
 from lightning_pfl.engine.vectorized.metrics import HOOKS
 from lightning_pfl.federation.gate import MaxNorm

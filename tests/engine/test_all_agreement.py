@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.engine.optimizer import ELEMENTWISE
+from lightning_pfl.engine.optimizer_options import ELEMENTWISE
 from lightning_pfl.methods import (
     SCAFFOLD,
     Ditto,
