@@ -69,6 +69,9 @@ REMEDIES = {
         "An Embedding has rows for ids from 0 to `num_embeddings` - 1: give it more, or map ids "
         "that it doesn't know to one of these."
     ),
+    "backward through the graph a second time": (
+        "If samples require gradients, detach them in the data set, by `x.detach()`."
+    ),
     "Needs at least two samples": (
         "Where it is a torchmetrics object, call its `update` in the step and log the object: it "
         "computes all samples of a client together, and one of a single sample has no value."

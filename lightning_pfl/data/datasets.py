@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import Self
@@ -59,7 +60,8 @@ class FederatedTensorDataset:
 
     Args:
         fields: Pytree of tensors, each ``(samples, ...)``: the pool that all clients index. A
-            batch has the same structure, so ``(images, labels)`` gives ``(x, y)`` batches.
+            batch has the same structure, so ``(images, labels)`` gives ``(x, y)`` batches. Those
+            that require gradients are detached, with a warning.
         indices: One integer tensor per client: positions in the pool, any length, may be empty.
             Clients may share positions.
         names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
@@ -115,7 +117,7 @@ class FederatedTensorDataset:
         check_drop_last(drop_last, batch_size)
         check_types(FederatedTensorDataset.__init__, {"shuffle": shuffle})
         _check_list("indices", indices, "a tensor of positions for each client")
-        self.fields: Any = fields
+        self.fields: Any = _detached(fields)
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -516,6 +518,18 @@ def label_counts(dataset: FederatedDataset) -> Tensor | None:
     owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
     flat = owner * classes + held.cpu().long()
     return torch.bincount(flat, minlength=dataset.num_clients * classes).view(-1, classes)
+
+
+def _detached(fields: Batch) -> Any:
+    """Detach fields that require gradients: minibatches would share the graph that made them."""
+    if not any(leaf.requires_grad for leaf in batch_leaves(fields)):
+        return fields
+    rank_zero_warn(
+        "A field of samples has requires_grad=True, which no client's training changes. It is "
+        "detached: pass `field.detach()`, or call `x.requires_grad_()` in a step that "
+        "differentiates by its inputs."
+    )
+    return map_batch(fields, lambda leaf: leaf.detach())
 
 
 def _pool_size(fields: Batch) -> int:

@@ -76,3 +76,13 @@ def test_a_sparse_gradient_of_the_functional_embedding(engine: Any) -> None:
     )
     with pytest.raises(ClientError, match=match):
         run.fit(Words(), points(), points())
+
+
+def test_samples_with_the_graph_of_a_network() -> None:
+    made = nn.Linear(3, 2)(torch.ones(2, 3)).exp()
+    made.sum().backward()
+    with (
+        pytest.raises(ClientError, match=r"for client 'ann'.*detach them in the data set"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        made.sum().backward()

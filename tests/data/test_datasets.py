@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.data import FederatedLoaders, FederatedTensorDataset, label_counts
+from lightning_pfl.data.batch import batch_leaves, map_batch
+from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing import fit, quadratic_clients
 
 X, Y = torch.arange(24.0).reshape(8, 3), torch.arange(8)
 ROWS: tuple[list[int], ...] = ([1, 4, 6], [], [0], [7, 2])
@@ -56,6 +59,31 @@ def test_fields_may_be_any_tree() -> None:
     assert torch.equal(batch["a"], X[[2, 0]])
     assert torch.equal(batch["b"][0], Y[[2, 0]])
     assert torch.equal(batch["b"][1][0], X[[2, 0]])
+
+
+def test_fields_that_require_gradients_are_detached() -> None:
+    """Also those that a network has made, whose graph all minibatches would share."""
+    leaf, made = torch.rand(4, 2, requires_grad=True), torch.rand(4, requires_grad=True) * 2
+    with pytest.warns(UserWarning, match=r"field of samples has requires_grad=True.*detach\(\)"):
+        data = FederatedTensorDataset({"x": leaf, "y": [made, torch.arange(4)]}, [[0, 2], [3]])
+    assert not any(field.requires_grad for field in batch_leaves(data.fields))
+    assert data.fields["x"].data_ptr() == leaf.data_ptr()
+    assert torch.equal(data.fields["y"][0], made.detach())
+    assert leaf.requires_grad
+    assert data.fields["y"][1].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized"])
+@pytest.mark.filterwarnings("ignore:A field of samples has requires_grad")
+def test_training_with_fields_that_require_gradients(engine: str) -> None:
+    data = quadratic_clients([1.0, 2.0], [1.0, 4.0])
+    again = FederatedTensorDataset(
+        map_batch(data.fields, lambda leaf: leaf.clone().requires_grad_() * 1.0),
+        list(data.indices),
+        batch_size=data.batch_size,
+    )
+    found, expected = (fit(FedAvg(), each, engine=engine, rounds=3) for each in (again, data))
+    assert torch.equal(found.server["model"]["w"], expected.server["model"]["w"])
 
 
 def test_subset_keeps_pool_names_and_order() -> None:
