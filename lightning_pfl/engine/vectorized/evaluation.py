@@ -99,6 +99,29 @@ class _Step:
     log: LogCapture = field(default_factory=LogCapture)
 
 
+class _Results:
+    """What an evaluation finds of its clients.
+
+    Args:
+        module: The user's module.
+        work: The evaluation.
+        device: Where the clients are evaluated.
+    """
+
+    def __init__(self, module: Any, work: EvaluationWork, device: torch.device) -> None:
+        count = len(work.clients)
+        self.logs, self.metrics = ClientLogs(count, device), ClientMetrics(module, count, device)
+        self.counts = torch.zeros(count, dtype=torch.int64, device=device)
+        predicts = range(count) if work.step == "predict_step" else ()
+        self.predictions: list[list[Any]] = [[] for _ in predicts]
+
+    def evaluation(self, log: LogCapture) -> Evaluation:
+        """Compute the values, after all clients."""
+        values = {**self.logs.compute(), **self.metrics.compute()}
+        options, orders = dict(log.options), frozenset(log.orders)
+        return Evaluation(values, self.counts.cpu(), options, self.predictions, orders)
+
+
 class VectorizedEvaluation:
     """Runs evaluation steps for chunks of clients.
 
@@ -125,38 +148,21 @@ class VectorizedEvaluation:
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
-        clients, data, step = work.clients, work.data, work.step
-        per_sample = self._per_sample_alone(work)
+        step, per_sample = work.step, self._per_sample_alone(work)
         recorded = None if per_sample or step not in STAGES else self._step(step)
         self.program = self._program(work, recorded)
         width = self._width(work, per_sample)
         known = per_sample and is_unmodified(self.module)
         checked, quiet = False, self.quiet.get(step, True)
-        logs = ClientLogs(len(clients), self.settings.device)
-        counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
-        predicts = range(len(clients)) if step == "predict_step" else ()
-        predictions: list[list[Any]] = [[] for _ in predicts]
-        metrics = ClientMetrics(self.module, len(clients), self.settings.device)
-
-        def look() -> _Step | None:
-            """Return the step if it may be replayed."""
-            if recorded is None or not (recorded.checks.known and self._gathers(data)):
-                return None
-            if metrics.objects or self.settings.device.type != "cpu":
-                return None
-            settings = recorded.checks.settings(any_epoch=True)
-            recorded.traces.enter((work.dataloader_idx, settings))
-            return recorded
-
+        found = _Results(self.module, work, self.settings.device)
         with (
             torch.no_grad(),
             batchable_kernels(self.transform),
             self.program.capturing(),
-            metrics.deferring(),
+            found.metrics.deferring(),
         ):
-            replayed = look()
+            replayed = self._look(work, recorded, found.metrics)
             for positions in self._chunks(work, width):
-                ids = clients[positions]
                 # What a step of the package's has left alone in all chunks once, it leaves alone.
                 trusted = known and checked and quiet and step in self.quiet
                 with (
@@ -168,37 +174,54 @@ class VectorizedEvaluation:
                         None if replayed is None else replayed.checks.tensors,
                     )
                 ) as elsewhere:
-                    batches = evaluation_batches(
-                        data, ids, self.settings, work.limit, per_sample, width
-                    )
-                    here, ids = (t.to(self.settings.device) for t in (positions, ids))
-                    part = rows(work.models, here)
-                    for number in range(int(batches.steps.max()) if len(ids) else 0):
-                        for tick in batches.at(number):
-                            some = slice(None) if tick.rows is None else tick.rows
-                            at = here[some]
-                            sizes = tick.minibatches[0].sizes.to(counts)
-                            counts[at] += sizes
-                            with naming_clients(
-                                step, data.names, ids[some], work.round, ONE_BY_ONE
-                            ):
-                                output, values = self._tick(
-                                    part, tick, step, per_sample, metrics, replayed
-                                )
-                                values = metrics.update(values, at)
-                                logs.add(values, sizes, at, self.program.log.reductions)
-                            if step == "predict_step":
-                                _store_outputs(predictions, output, at)
+                    self._chunk(work, positions, width, per_sample, replayed, found)
                 checked, quiet = True, quiet and not elsewhere.moved_torch
                 if on_clients is not None:
                     hooked = on_clients(positions.tolist()) is not False
                     if hooked and recorded is not None:
                         recorded.checks.look_after_hooks(recorded.traces)
-                        replayed = look()
+                        replayed = self._look(work, recorded, found.metrics)
         self.quiet[step] = quiet and known
-        values = {**logs.compute(), **metrics.compute()}
-        options, orders = dict(self.program.log.options), frozenset(self.program.log.orders)
-        return Evaluation(values, counts.cpu(), options, predictions, orders)
+        return found.evaluation(self.program.log)
+
+    def _look(
+        self, work: EvaluationWork, step: _Step | None, metrics: ClientMetrics
+    ) -> _Step | None:
+        """Return a step if it may be replayed, by what its code reads of the module now."""
+        if step is None or not (step.checks.known and self._gathers(work.data)):
+            return None
+        if metrics.objects or self.settings.device.type != "cpu":
+            return None
+        step.traces.enter((work.dataloader_idx, step.checks.settings(any_epoch=True)))
+        return step
+
+    def _chunk(
+        self,
+        work: EvaluationWork,
+        positions: Tensor,
+        width: int,
+        per_sample: bool,
+        replayed: _Step | None,
+        found: _Results,
+    ) -> None:
+        """Evaluate a chunk of clients, ``positions`` in those of the work."""
+        data, ids = work.data, work.clients[positions]
+        batches = evaluation_batches(data, ids, self.settings, work.limit, per_sample, width)
+        here, ids = (t.to(self.settings.device) for t in (positions, ids))
+        part = rows(work.models, here)
+        for number in range(int(batches.steps.max()) if len(ids) else 0):
+            for tick in batches.at(number):
+                some = slice(None) if tick.rows is None else tick.rows
+                at, sizes = here[some], tick.minibatches[0].sizes.to(found.counts)
+                found.counts[at] += sizes
+                with naming_clients(work.step, data.names, ids[some], work.round, ONE_BY_ONE):
+                    output, values = self._tick(
+                        part, tick, work.step, per_sample, found.metrics, replayed
+                    )
+                    values = found.metrics.update(values, at)
+                    found.logs.add(values, sizes, at, self.program.log.reductions)
+                if work.step == "predict_step":
+                    _store_outputs(found.predictions, output, at)
 
     def _step(self, name: str) -> _Step:
         """Begin an evaluation by a step, of which recordings are kept."""
