@@ -152,9 +152,7 @@ class SequentialEngine:
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin_round(check)
         self.whole.begin_round(check, at_once=self.checks.known)
-        self._settings.clear()
-        self._contexts.clear()
-        self._joined.clear()
+        self._forget_settings()
         self._active.clear()
         self._orders.clear()
         self._cohort = work.info.index.tolist()
@@ -173,14 +171,7 @@ class SequentialEngine:
                 source = "seeds" if own else self._source()
                 watches = self._watches
                 trained = None if source == "seeds" else self._watched(one, source)
-                if trained is None:
-                    local_step = self._local_step(one, "seeds", watches)
-                    watched = self.records_now and not self.checks.known
-                    before = snapshot(self.module) if watched else {}
-                    trained = self._client(one, local_step)
-                    self._note_draws(local_step)
-                    self._stop_if_written(before)
-                result, logged = trained
+                result, logged = trained or self._seeded(one, watches)
                 uploads.put(row, result.uploads)
                 client_state.put(row, result.client_state)
                 results.append(replace(result, uploads={}, client_state={}))
@@ -190,9 +181,7 @@ class SequentialEngine:
                     ran = on_clients([row], partial(logged.loss, self.settings.device))
                     if ran is not False:
                         self.checks.look_after_hooks(self.traces, self.whole)
-                        self._settings.clear()
-                        self._contexts.clear()
-                        self._joined.clear()
+                        self._forget_settings()
         values, loss = logs.take_losses()
         return LocalResult(
             uploads.tree(),
@@ -202,6 +191,12 @@ class SequentialEngine:
             loss,
             [state for result in results for state in result.optimizers],
         )
+
+    def _forget_settings(self) -> None:
+        """Forget what steps read of the module, which a user's code may have changed."""
+        self._settings.clear()
+        self._contexts.clear()
+        self._joined.clear()
 
     def _source(self) -> Source:
         """Return what a client's steps get to draw from, by what others have drawn so far."""
@@ -241,6 +236,21 @@ class SequentialEngine:
         put_back(states)
         self.deterministic, self.generators = False, True
         return None
+
+    def _seeded(self, work: LocalWork, watches: bool) -> _Trained:
+        """Train a client with the generators seeded for each step, whose draws may be noticed."""
+        local_step = self._local_step(work, "seeds", watches)
+        writes = self.records_now and not self.checks.known
+        before = snapshot(self.module) if writes else {}
+        trained = self._client(work, local_step)
+        self._note_draws(local_step)
+        self._stop_if_written(before)
+        return trained
+
+    def _note_draws(self, local_step: SequentialLocalStep) -> None:
+        if (drew := local_step.random.drew) is not None:
+            self.deterministic = self.deterministic is not False and not drew
+            self.generators = bool(self.generators) or local_step.random.moved
 
     def _stop_if_written(self, before: Snapshot) -> None:
         """Stop recording if steps have written to attributes, of which there is a snapshot."""
@@ -387,11 +397,6 @@ class SequentialEngine:
         if (phase, any_epoch) not in self._settings:
             self._settings[phase, any_epoch] = self.checks.settings(any_epoch)
         return self._settings[phase, any_epoch]
-
-    def _note_draws(self, local_step: SequentialLocalStep) -> None:
-        if (drew := local_step.random.drew) is not None:
-            self.deterministic = self.deterministic is not False and not drew
-            self.generators = bool(self.generators) or local_step.random.moved
 
     def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> _Trained:
         """Run a client's phases, and make its upload and its new state."""
