@@ -2,7 +2,7 @@
 
 On a GPU, launching takes the time of small steps. An operator that is added to a step shows here:
 the expected numbers are sums over the layers of the network, the loss, the optimizer and the
-method's arithmetic. `docs/speed.md` has them as a table.
+method's arithmetic. `docs/profiles.md` has them as a table.
 """
 
 from collections import Counter
