@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pfl.core.draws import Draws, with_starts
 from lightning_pfl.core.parameters import ParameterSplit
@@ -488,7 +489,7 @@ def test_products_of_a_recurrent_layer_are_counted() -> None:
     def count() -> int:
         with OperationCounter() as counter:
             layer(words)[0].sum().backward()
-        return int(counter.get_total_flops())
+        return int(counter.operations)
 
     each = 2 * samples * 4 * states
     assert count() == 3 * steps * each * (inputs + states)
@@ -523,12 +524,39 @@ def test_products_of_attention_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [2 * 4 * (2 * 3 * cube + 3 * (2 * cube + cube) + 3 * 25 * CLASSES)]
 
 
+@pytest.mark.parametrize("inferred", [False, True])
+def test_operations_are_those_of_torchs_own_counter(inferred: bool) -> None:
+    """In inference mode also of operators that consist of others, such as ``linear``."""
+    torch.manual_seed(0)
+    picture, rows, several = torch.randn(2, 3, 6, 6), torch.randn(5, 7, 4), torch.randn(5, 4, 3)
+    layers = nn.Sequential(
+        nn.Conv2d(3, 6, 3, groups=3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.ConvTranspose2d(6, 2, 2), nn.Flatten(), nn.Linear(50, 9),
+    )  # fmt: skip
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def step() -> None:
+        out = layers(picture).square().sum() + attention(rows, rows, rows)[0].sum()
+        out = out + torch.einsum("nij,njk->nik", rows, several).sum() + (rows @ several[0]).sum()
+        if not inferred:
+            out.backward()
+
+    with torch.inference_mode(inferred):
+        with OperationCounter() as counter:
+            step()
+        with FlopCounterMode(display=False) as expected:
+            step()
+    assert counter.operations == expected.get_total_flops() > 0
+    assert counter.counts == expected.get_flop_counts()["Global"]
+    assert counter.convolutions == 2
+
+
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
 def test_products_of_onednn_are_counted() -> None:
     with OperationCounter() as counter:
         onednn_product(torch.ones(3, 4), torch.ones(4, 5), torch.ones(5))
         torch.ones(2, 3, 4).bmm(torch.ones(2, 4, 5))
-    assert counter.get_total_flops() == 2 * 3 * 4 * 5 + 2 * (2 * 3 * 4 * 5)
+    assert counter.operations == 2 * 3 * 4 * 5 + 2 * (2 * 3 * 4 * 5)
     assert counter.shared == 1 / 3
 
 
