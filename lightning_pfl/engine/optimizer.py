@@ -161,7 +161,8 @@ class ClientOptimizer:
 
         Args:
             states: The states.
-            rates: Learning rates that stay where they are, as of :func:`rates_of`.
+            rates: Learning rates that stay where they are, as of
+                :func:`~lightning_pfl.engine.optimizer_options.rates_of`.
         """
         for group, number in zip(self._optimizer.param_groups, self._rated, strict=True):
             group["lr"] = rates.get(str(number), group["lr"])

@@ -1,4 +1,4 @@
-"""What engines ask of the optimizer that ``configure_optimizers`` returned.
+"""Options of the optimizer that ``configure_optimizers`` returned, as engines need them.
 
 Whether it can step many clients as one and by which kernel, its learning rates, and what recorded
 steps of it depend on.

@@ -327,7 +327,7 @@ class Recorder(OperatorMode):
 
 
 class _Kind(NamedTuple):
-    """What a recorder asks of an operator; to ask each time takes as long as a small one.
+    """An operator's kind, found once, as to find it at each call takes as long as a small one.
 
     Attributes:
         counts: Whether the shape of what it returns may depend on numbers in a tensor.

@@ -213,7 +213,7 @@ class Cohort:
         return done if self.shard.alone else self._share(done, gate)
 
     def _share(self, done: LocalResult, gate: bool) -> LocalResult:
-        """Share logged values, the form of an upload and, if asked, what the gate says."""
+        """Share logged values, the form of an upload and, if asked, the gate's decisions."""
         decisions, form = None, form_of(done.uploads) if len(self.mine) else None
         if gate:
             decisions = self._decide(done)

@@ -1,4 +1,4 @@
-"""What a reader of a comparison needs to know of its runs, in sentences."""
+"""Notes on the runs of a comparison for its reader, in sentences."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ class FederatedLoop(FitLoop):
         self._hook("on_round_end", round)
 
     def _accept(self, round: Round, cohort: Cohort, work: LocalResult) -> tuple[Tree, Verdict]:
-        """Reduce the cohort to accepted clients; return their uploads, and what the gate says."""
+        """Reduce the cohort to accepted clients; return their uploads, and the gate's verdict."""
         each = self._each_is_read(round)
         if each:
             cohort.gather_uploads(work)

@@ -100,7 +100,7 @@ class _Step:
 
 
 class _Results:
-    """What an evaluation finds of its clients.
+    """Values that an evaluation finds of its clients.
 
     Args:
         module: The user's module.
