@@ -9,12 +9,10 @@ as the object in front of it isn't known. What isn't understood counts as unknow
 from __future__ import annotations
 
 import builtins
-import dis
 import sys
 from abc import ABCMeta
-from collections.abc import Iterator
-from functools import cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import lightning as L
@@ -22,6 +20,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.engine.epoch import EPOCH
+from lightning_pfl.engine.instructions import (
+    ATTRIBUTES,
+    COMPUTING,
+    GLOBALS,
+    codes_in,
+    instructions,
+    may_write,
+)
 from lightning_pfl.engine.known_values import HARMLESS, held_by, is_constant
 from lightning_pfl.engine.operators import replaced_functions
 from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of, is_plain
@@ -71,36 +77,6 @@ BUILTINS = frozenset(
     }
 )
 """Functions of Python that read their arguments alone, and errors."""
-COMPUTING = (
-    *("BINARY_", "INPLACE_", "UNARY_", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "TO_BOOL", "CALL"),
-    *("BUILD_", "LIST_", "SET_ADD", "SET_UPDATE", "MAP_ADD", "DICT_", "UNPACK_", "FORMAT_"),
-    *("CONVERT_VALUE", "MATCH_KEYS", "MATCH_MAPPING", "MATCH_SEQUENCE", "STORE_SUBSCR"),
-    *("STORE_SLICE", "DELETE_SUBSCR", "KW_NAMES", "MAKE_", "SET_FUNCTION_ATTRIBUTE"),
-    *("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF"),
-    *("LOAD_CLOSURE", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"),
-    *("COPY", "SWAP", "ROT_", "DUP_", "POP_", "PUSH_EXC_INFO", "JUMP_ABSOLUTE", "JUMP_BACKWARD"),
-    *("JUMP_FORWARD", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "FOR_ITER", "END_FOR"),
-    *("GET_ITER", "GET_LEN", "GET_YIELD_FROM_ITER", "YIELD_", "GEN_START", "SEND", "END_SEND"),
-    *("RETURN_", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "RERAISE", "CLEANUP_THROW"),
-    *("SETUP_WITH", "BEFORE_WITH", "LOAD_SPECIAL", "WITH_EXCEPT_START"),
-)
-"""How instructions begin that read and change locals and values at hand alone, in Python 3.10 to
-3.15. Any other may change, read or catch something: attributes, globals, imports, classes, errors.
-"""
-WRITING = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "INPLACE_")
-"""How instructions begin that may change a list, a dict or an object that they are given."""
-IN_PLACE = range(13, 26)
-"""Arguments of ``BINARY_OP`` that stand for ``+=`` and the like."""
-MUTATORS = frozenset(
-    {
-        *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "sort", "reverse"),
-        *("update", "setdefault"),
-    }
-)
-"""Attributes by which code changes a list or a dict."""
-SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
-GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 LAYERS = frozenset(
     {
         *("forward", "training_step", "training", "device", "dtype", "log", "log_dict", "hparams"),
@@ -429,7 +405,7 @@ class CodeReader:
         self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
         self._closure(function)
         for code in codes_in(function.__code__):
-            self._code(function, _instructions(code))
+            self._code(function, instructions(code))
 
     def _closure(self, function: FunctionType) -> None:
         """Require the variables around a function to be numbers or known functions, which stay."""
@@ -443,7 +419,7 @@ class CodeReader:
             if not is_constant(value):
                 self._known(name, value)
         for code in codes_in(function.__code__):
-            for kind, name in _instructions(code):
+            for kind, name in instructions(code):
                 if kind in ("STORE_DEREF", "DELETE_DEREF") and name in names:
                     unknown(f"{function.__qualname__} changes {name!r} around it")
 
@@ -453,7 +429,7 @@ class CodeReader:
         while at < len(code):
             kind, name = code[at]
             at += 1
-            self._writes |= not ours and _may_write(kind, name)
+            self._writes |= not ours and may_write(kind, name)
             if kind in GLOBALS:
                 at = self._name(function, name, code, at)
             elif kind in ATTRIBUTES and name == "hparams":
@@ -548,12 +524,6 @@ def package_of(value: Any) -> str:
     return package
 
 
-def _may_write(kind: str, name: Any) -> bool:
-    """Whether an instruction may change a list, a dict or an object that is at hand."""
-    in_place = kind == "BINARY_OP" and name in IN_PLACE
-    return in_place or kind.startswith(WRITING) or (kind in ATTRIBUTES and name in MUTATORS)
-
-
 def is_torchs(layer: nn.Module) -> bool:
     """Whether a layer, and what it computes, is torch's or this package's."""
     where = ("torch.nn.modules.", "lightning_pfl.models.")
@@ -593,22 +563,3 @@ def _has(part: nn.Module, name: str) -> bool:
 
 def _is_layer(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Iterate over the code of a function and of those inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_in(constant)
-
-
-@cache
-def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """Return the names of a code's instructions, with their arguments."""
-    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
-    names = [name for name, _ in found]
-    # A `with` has a handler of its own, which goes on with the error unless the context says no.
-    if names.count("PUSH_EXC_INFO") > names.count("WITH_EXCEPT_START"):
-        return [("SETUP_FINALLY", None)]
-    return [one for one in found if one[0] not in SILENT]

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 
 from lightning_pfl._lightning import is_overridden
-from lightning_pfl.engine.known_code import codes_in
+from lightning_pfl.engine.instructions import codes_in
 
 STEP_HOOKS = (
     "backward",

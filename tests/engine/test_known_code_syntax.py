@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pfl.engine import known_code
+from lightning_pfl.engine import instructions, known_code
 from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -270,7 +270,7 @@ def test_an_instruction_that_no_version_had_is_refused(monkeypatch: pytest.Monke
             return y
     """
     read_by_step(network(body))
-    without = tuple(one for one in known_code.COMPUTING if one != "MATCH_MAPPING")
+    without = tuple(one for one in instructions.COMPUTING if one != "MATCH_MAPPING")
     monkeypatch.setattr(known_code, "COMPUTING", without)
     with pytest.raises(UnknownCodeError, match="MATCH_MAPPING"):
         read_by_step(network(body))

@@ -1,0 +1,71 @@
+"""Python's instructions: those of a function, and what may be told of one by its name.
+
+In Python 3.10 to 3.15; ``CONTRIBUTING.md`` says what was run with which.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+from typing import Any
+
+COMPUTING = (
+    *("BINARY_", "INPLACE_", "UNARY_", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "TO_BOOL", "CALL"),
+    *("BUILD_", "LIST_", "SET_ADD", "SET_UPDATE", "MAP_ADD", "DICT_", "UNPACK_", "FORMAT_"),
+    *("CONVERT_VALUE", "MATCH_KEYS", "MATCH_MAPPING", "MATCH_SEQUENCE", "STORE_SUBSCR"),
+    *("STORE_SLICE", "DELETE_SUBSCR", "KW_NAMES", "MAKE_", "SET_FUNCTION_ATTRIBUTE"),
+    *("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF"),
+    *("LOAD_CLOSURE", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"),
+    *("COPY", "SWAP", "ROT_", "DUP_", "POP_", "PUSH_EXC_INFO", "JUMP_ABSOLUTE", "JUMP_BACKWARD"),
+    *("JUMP_FORWARD", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "FOR_ITER", "END_FOR"),
+    *("GET_ITER", "GET_LEN", "GET_YIELD_FROM_ITER", "YIELD_", "GEN_START", "SEND", "END_SEND"),
+    *("RETURN_", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "RERAISE", "CLEANUP_THROW"),
+    *("SETUP_WITH", "BEFORE_WITH", "LOAD_SPECIAL", "WITH_EXCEPT_START"),
+)
+"""How instructions begin that read and change locals and values at hand alone, in Python 3.10 to
+3.15. Any other may change, read or catch something: attributes, globals, imports, classes, errors.
+"""
+WRITING = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "INPLACE_")
+"""How instructions begin that may change a list, a dict or an object that they are given."""
+IN_PLACE = range(13, 26)
+"""Arguments of ``BINARY_OP`` that stand for ``+=`` and the like."""
+MUTATORS = frozenset(
+    {
+        *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "sort", "reverse"),
+        *("update", "setdefault"),
+    }
+)
+"""Attributes by which code changes a list or a dict."""
+SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
+GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Iterate over the code of a function and of those inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+@cache
+def instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """Return the names of a code's instructions, with their arguments.
+
+    Of code that catches errors it is one alone, which isn't among :data:`COMPUTING`.
+    """
+    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    names = [name for name, _ in found]
+    # A `with` has a handler of its own, which goes on with the error unless the context says no.
+    if names.count("PUSH_EXC_INFO") > names.count("WITH_EXCEPT_START"):
+        return [("SETUP_FINALLY", None)]
+    return [one for one in found if one[0] not in SILENT]
+
+
+def may_write(kind: str, name: Any) -> bool:
+    """Whether an instruction may change a list, a dict or an object that is at hand."""
+    in_place = kind == "BINARY_OP" and name in IN_PLACE
+    return in_place or kind.startswith(WRITING) or (kind in ATTRIBUTES and name in MUTATORS)
