@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -111,10 +111,15 @@ class Page:
 
     def _pictures(self, section: Section) -> list[tuple[str, str, Figure]]:
         """Draw a section: titles, sentences and figures."""
+        drawn = [*self._of_rounds(section), *self._of_clients(section)]
+        return [(title, text, figure) for title, text, figure in drawn if figure is not None]
+
+    def _of_rounds(self, section: Section) -> list[tuple[str, str, Figure | None]]:
+        """Draw means over the clients."""
         lines, metric = section.lines, self.metric
         before = any(line.is_before_tuning for line in lines)
         untuned = " Where models are tuned at the end: before that." if before else ""
-        drawn: list[tuple[str, str, Figure | None]] = [
+        return [
             (
                 f"{metric} by round",
                 f"Mean over clients; the band is one standard deviation over seeds.{untuned}",
@@ -142,36 +147,30 @@ class Page:
                 figures.draw_fairness(lines, metric),
             ),
         ]
-        with_clients = [line for line in lines if line.clients]
-        if with_clients:
-            drawn.append(
-                (
-                    "Every client",
-                    "Mean over the last ten rounds and all seeds.",
-                    figures.draw_clients(with_clients, metric, self.larger_is_better),
-                )
+
+    def _of_clients(self, section: Section) -> Iterator[tuple[str, str, Figure | None]]:
+        """Draw each client's values, and how they differ between methods."""
+        lines = [line for line in section.lines if line.clients]
+        if lines:
+            yield (
+                "Every client",
+                "Mean over the last ten rounds and all seeds.",
+                figures.draw_clients(lines, self.metric, self.larger_is_better),
             )
-        if len(with_clients) > 1:
-            best, worst = with_clients[0], with_clients[-1]
-            if best.clients.keys() & worst.clients.keys():
-                drawn.append(
-                    (
-                        "Best against worst method",
-                        "A dot for each client; it is better off with the best method where the "
-                        f"dot lies {'above' if self.larger_is_better else 'below'} the line.",
-                        figures.draw_best_against_worst(best, worst, metric),
-                    )
-                )
-        labels = {line.index: line.label for line in lines}
-        drawn += [
-            (
+        if len(lines) > 1 and lines[0].clients.keys() & lines[-1].clients.keys():
+            yield (
+                "Best against worst method",
+                "A dot for each client; it is better off with the best method where the dot lies "
+                f"{'above' if self.larger_is_better else 'below'} the line.",
+                figures.draw_best_against_worst(lines[0], lines[-1], self.metric),
+            )
+        labels = {line.index: line.label for line in section.lines}
+        for base, gains in section.gains.items():
+            yield (
                 f"Who gains and who loses against {labels[base]}",
                 "Each client's difference, positive where the method is better.",
-                figures.draw_gains(lines, gains, labels[base]),
+                figures.draw_gains(section.lines, gains, labels[base]),
             )
-            for base, gains in section.gains.items()
-        ]
-        return [(title, text, figure) for title, text, figure in drawn if figure is not None]
 
     def _worst_clients(self, section: Section, shown: Sequence[Line]) -> DataFrame:
         """List the clients that are worst off with the best method, under all shown methods."""
