@@ -170,27 +170,10 @@ class SequentialLocalStep:
             steps: Each step's minibatches.
             count: How many minibatches there are at most.
         """
-        whole, draws = self.whole, self.active.phase.batches_per_step
+        whole = self.whole
         kept = {} if self._optimizer is None else self._optimizer.placed()
         whole.load(context, {"state": state, "optimizer": kept, "rates": dict(rates)})
         registers: dict[str, Tensor] = whole.state()["rates"]
-
-        def take(
-            numbers: list[int], seeds: list[int], tree: Tree, given: tuple[list[Any], list[Tensor]]
-        ) -> tuple[Tree, Any]:
-            minibatches, keys = given
-            self.optimizer.place(tree["optimizer"], tree["rates"])
-            self.prefix.moved(tree["state"])
-            self._logged = self.active.phase.data == "public"
-            logs, self.logs = self.logs, ListedLogs(self.program.log)
-            batch = split_draws(list(zip(numbers, minibatches, strict=True)), draws)
-            try:
-                with self.random.in_whole_step(numbers, seeds, keys):
-                    new = take_step(method, tree["state"], batch, self)
-                return tree | {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
-            finally:
-                self.logs = logs
-
         seeds, rows = self.random.keys(count)
         with self.random.around_whole_steps():
             for step in steps:
@@ -201,9 +184,8 @@ class SequentialLocalStep:
                 numbers, minibatches = map(list, zip(*step, strict=True))
                 mine = [seeds[number] for number in numbers if seeds]
                 keys = [rows[number] for number in numbers if seeds]
-                logged = whole.step(
-                    partial(take, numbers, mine), (minibatches, keys), whole.kind(*numbers)
-                )
+                take = partial(self._take_whole_step, method, numbers, mine)
+                logged = whole.step(take, (minibatches, keys), whole.kind(*numbers))
                 for values, size, way in logged:
                     self.program.log.replayed(way)
                     self._log(values, {}, size)
@@ -212,6 +194,40 @@ class SequentialLocalStep:
             self._optimizer.place(tree["optimizer"], tree["rates"])
         new: Tree = tree["state"]
         return new
+
+    def _take_whole_step(
+        self,
+        method: Method,
+        numbers: list[int],
+        seeds: list[int],
+        tree: Tree,
+        given: tuple[list[Any], list[Tensor]],
+    ) -> tuple[Tree, Any]:
+        """Take a step whose operators are recorded.
+
+        Args:
+            method: The method.
+            numbers: The numbers of its minibatches.
+            seeds: Their seeds; empty where no generator is seeded.
+            tree: The client's state, its optimizer's, and learning rates.
+            given: The minibatches, and their keys.
+
+        Returns:
+            The new tree, and what was logged.
+        """
+        minibatches, keys = given
+        self.optimizer.place(tree["optimizer"], tree["rates"])
+        self.prefix.moved(tree["state"])
+        self._logged = self.active.phase.data == "public"
+        logs, self.logs = self.logs, ListedLogs(self.program.log)
+        pairs = list(zip(numbers, minibatches, strict=True))
+        batch = split_draws(pairs, self.active.phase.batches_per_step)
+        try:
+            with self.random.in_whole_step(numbers, seeds, keys):
+                new = take_step(method, tree["state"], batch, self)
+            return tree | {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
+        finally:
+            self.logs = logs
 
     @contextmanager
     def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
