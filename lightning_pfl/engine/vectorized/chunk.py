@@ -24,7 +24,7 @@ from lightning_pfl.engine.optimizer_options import options_of, rates_of
 from lightning_pfl.engine.orders import round_key
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws
-from lightning_pfl.engine.trace import Same, of_object
+from lightning_pfl.engine.trace import Repeated, Same, of_object
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient
@@ -215,21 +215,6 @@ class Chunk:
         repeated.load(context, {"state": state, "optimizer": kept, "rates": rates})
         ends: list[tuple[Tensor, Tree]] = []
 
-        def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
-            kept = repeated.recording
-            pairs = zip(tick.minibatches, tensors, strict=True)
-            minibatches = [one.on(given, self.device, not kept) for one, given in pairs]
-            optimizer.place(tree["optimizer"], tree["rates"])
-            self.engine.prefix.moved(tree["state"])
-            if alone:
-                optimizer.new_tick()
-            local_step.begin(tick, local_step.step)
-            listed = local_step.logs = ListedLogs(self.program.log)
-            local_step.whole = repeated
-            new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
-            local_step.logs = self.logs
-            return tree | {"state": new, "optimizer": optimizer.placed()}, listed.listed
-
         for step in range(int(batches.steps.max())):
             ticks = list(batches.at(step, along=True))
             optimizer.new_tick()
@@ -247,7 +232,8 @@ class Chunk:
                 tensors = [minibatch.tensors(self.device) for minibatch in tick.minibatches]
                 numbers = repeated.kind(*(minibatch.number for minibatch in tick.minibatches))
                 kind = (first, numbers) if alone else None
-                listed = repeated.step(partial(take, tick, alone), tensors, kind)
+                take = partial(self._take_whole_step, repeated, active, local_step, tick, alone)
+                listed = repeated.step(take, tensors, kind)
                 for values, sizes, way in listed:
                     self.program.log.replayed(way)
                     counted = sizes if tick.counted is None else tick.counted
@@ -258,6 +244,44 @@ class Chunk:
         for done, left in ends:
             new = tmap(partial(_put_back, done=done), new, left)
         return new
+
+    def _take_whole_step(
+        self,
+        repeated: Repeated[Any],
+        active: ActivePhase,
+        local_step: VectorizedLocalStep,
+        tick: Tick,
+        alone: bool,
+        tree: Tree,
+        tensors: list[Any],
+    ) -> tuple[Tree, Any]:
+        """Take a step that is captured or recorded.
+
+        Args:
+            repeated: What captures or records it.
+            active: The phase.
+            local_step: The step interface.
+            tick: The step's clients and minibatches.
+            alone: Whether it has all of the step's clients.
+            tree: The clients' state, the optimizer's, and learning rates.
+            tensors: The minibatches' tensors.
+
+        Returns:
+            The new tree, and what was logged.
+        """
+        kept, optimizer = repeated.recording, local_step.optimizer
+        pairs = zip(tick.minibatches, tensors, strict=True)
+        minibatches = [one.on(given, self.device, not kept) for one, given in pairs]
+        optimizer.place(tree["optimizer"], tree["rates"])
+        self.engine.prefix.moved(tree["state"])
+        if alone:
+            optimizer.new_tick()
+        local_step.begin(tick, local_step.step)
+        listed = local_step.logs = ListedLogs(self.program.log)
+        local_step.whole = repeated
+        new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
+        local_step.logs = self.logs
+        return tree | {"state": new, "optimizer": optimizer.placed()}, listed.listed
 
     def _local_step(
         self, active: ActivePhase, number: int, steps: int, whole: bool
