@@ -44,6 +44,11 @@ from lightning.pytorch.trainer.call import (
     _call_lightning_module_hook,
 )
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
 )
 from lightning.pytorch.utilities.data import _update_dataloader as with_sampler
@@ -282,6 +287,9 @@ def log_values(
 ) -> None:
     """Store values as ``self.log(..., on_epoch=True)`` does.
 
+    For each new value ``results.log`` searches all that its object holds for tensors to move, which
+    takes twice as long as to make it.
+
     Args:
         results: The active loop's collection.
         hook: The step under whose name they are kept.
@@ -292,16 +300,17 @@ def log_values(
     shown, logged = set(prog_bar), set(logger)
     for name, value in values.items():
         number = torch.as_tensor(value, dtype=torch.get_default_dtype())
-        known = results.get(f"{hook}.{name}")
-        if known is None:
-            flags = {"prog_bar": name in shown, "logger": name in logged, "on_epoch": True}
+        kept = results.get(f"{hook}.{name}")
+        if kept is None:
+            about = _Metadata(hook, name, prog_bar=name in shown, logger=name in logged)
             # All processes have the same value: with `sync_dist` and without a reduction, Lightning
             # neither reduces the value nor advises to.
-            flags["sync_dist"] = True
-            results.log(hook, name, number, batch_size=1, **flags)
-        else:  # `results.log` searches all its values for tensors to move: a millisecond
-            known.forward(number, 1)
-            known.has_reset = False
+            about.sync = _Sync(_Sync.no_op, _should=True)
+            kept = results[f"{hook}.{name}"] = _ResultMetric(about, is_tensor=True)
+            if number.device.type != "cpu":
+                kept.to(number.device)
+        kept.forward(number, 1)
+        kept.has_reset = False
 
 
 def open_step(trainer: L.Trainer, results: ResultCollection, client: int) -> None:

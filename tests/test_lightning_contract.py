@@ -104,9 +104,23 @@ def test_signature(function: Any, expected: list[str]) -> None:
     assert parameters(function) == expected
 
 
-def test_the_result_collection_takes_what_self_log_gives_it() -> None:
-    used = {"fx", "name", "value", "prog_bar", "logger", "on_epoch", "batch_size", "sync_dist"}
-    assert used <= set(parameters(_ResultCollection.log))
+def test_values_are_kept_as_self_log_keeps_them() -> None:
+    """``results.log`` is what ``self.log`` calls."""
+    kept, expected = _ResultCollection(training=True), _ResultCollection(training=True)
+    for value in (1.5, torch.tensor(-3, dtype=torch.int64)):
+        _lightning.log_values(kept, "training_step", {"a": value, "b": 2 * value}, ["a"], ["b"])
+        for name, number in (("a", float(value)), ("b", 2 * float(value))):
+            flags = {"prog_bar": name == "a", "logger": name == "b", "sync_dist": True}
+            one = torch.tensor(number)
+            expected.log("training_step", name, one, on_epoch=True, batch_size=1, **flags)
+    assert kept.keys() == expected.keys()
+    for key, found in kept.items():
+        assert vars(found).keys() == vars(expected[key]).keys()
+        assert found.meta == expected[key].meta
+        assert found.has_reset == expected[key].has_reset
+        assert found.cumulated_batch_size == expected[key].cumulated_batch_size == 2
+    assert kept.metrics(on_step=False) == expected.metrics(on_step=False)
+    assert kept.metrics(on_step=False)["callback"] == {"a": -0.75, "b": -1.5}
 
 
 def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:
