@@ -29,6 +29,8 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 """Called on every minibatch, in this order; a data module has them as well."""
 COUNTERS = ("global_step", "is_last_batch", "num_training_batches")
 """Numbers of the Trainer that are a client's own while it trains in Lightning's loop."""
+ESTIMATE = "estimated_stepping_batches"
+"""What a Trainer computes of its numbers of minibatches, which are those of clients or of one."""
 _FRAMEWORKS = ("torch", "lightning", "torchmetrics")
 
 
@@ -52,11 +54,30 @@ def counters_read(module: L.LightningModule) -> list[str]:
         >>> counters_read(WarmsUp())
         ['global_step']
     """
+    names = _names_read(module, ("training_step", "forward", "per_sample"))
+    return [name for name in COUNTERS if name in names and name not in vars(module)]
+
+
+def estimates_in(module: L.LightningModule) -> list[str]:
+    """Name the functions of a module that Lightning calls in a fit and that read :data:`ESTIMATE`.
+
+    Example:
+        >>> class Cycles(L.LightningModule):
+        ...     def configure_optimizers(self):
+        ...         self.total = self.trainer.estimated_stepping_batches
+        >>> estimates_in(Cycles())
+        ['configure_optimizers']
+    """
+    hooks = [name for name in dir(L.LightningModule) if name.startswith(("on_", "configure_"))]
+    callers = ("setup", "training_step", "lr_scheduler_step", *STEP_HOOKS[:3], *hooks)
+    return [name for name in callers if ESTIMATE in _names_read(module, (name,))]
+
+
+def _names_read(module: L.LightningModule, starts: Sequence[str]) -> set[str]:
+    """Return the names in the code of some functions of a module, and of those they reach."""
     seen: set[Any] = set()
     names: set[str] = set()
-    waiting: list[tuple[str, dict[str, Any]]] = [
-        (name, {}) for name in ("training_step", "forward", "per_sample")
-    ]
+    waiting: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in starts]
     while waiting:
         name, around = waiting.pop()
         for function in _functions(module, name, around):
@@ -65,7 +86,7 @@ def counters_read(module: L.LightningModule) -> list[str]:
                 found = {one for code in codes_in(function.__code__) for one in code.co_names}
                 names |= found
                 waiting += [(one, function.__globals__) for one in found]
-    return [name for name in COUNTERS if name in names and name not in vars(module)]
+    return names
 
 
 def _functions(module: Any, name: str, around: dict[str, Any]) -> Iterator[FunctionType]:

@@ -47,6 +47,7 @@ from lightning_pfl.engine.optimizer_options import check_optimizer
 from lightning_pfl.engine.select import UNPROBED, check_engine
 from lightning_pfl.engine.vectorized.metrics import HOOKS
 from lightning_pfl.federation.gate import MaxNorm
+from lightning_pfl.federation.hooks import ESTIMATE, estimates_in
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 
@@ -406,6 +407,20 @@ def _changed(module: Any, name: str, how: str) -> MisconfigurationException:
         "so in `__init__`, `configure_model` or `setup`; for what isn't a client's take a buffer "
         "outside of the model, `register_buffer(..., persistent=False)`."
     )
+
+
+def check_estimates(module: L.LightningModule) -> None:
+    """Require that a module asks in ``configure_optimizers`` alone for the steps of a run.
+
+    Raises:
+        MisconfigurationException: If it does elsewhere.
+    """
+    if found := [name for name in estimates_in(module) if name != "configure_optimizers"]:
+        raise MisconfigurationException(
+            f"Expected `trainer.{ESTIMATE}` to be read in `configure_optimizers`, but "
+            f"`{found[0]}` of {type(module).__name__} reads it, where it counts clients or "
+            f"minibatches. Keep it in an attribute there: `self.total = self.trainer.{ESTIMATE}`."
+        )
 
 
 def check_finite(module: L.LightningModule) -> None:

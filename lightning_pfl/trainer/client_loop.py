@@ -35,7 +35,7 @@ from lightning_pfl._lightning import (
     overrides,
 )
 from lightning_pfl.contract.records import SlotStates
-from lightning_pfl.federation.hooks import STEP_HOOKS, counters_read, overridden
+from lightning_pfl.federation.hooks import STEP_HOOKS, counters_read, estimates_in, overridden
 from lightning_pfl.trainer.step_schedule import StepSchedule
 
 CALLBACK_STEP_HOOKS = (
@@ -94,6 +94,8 @@ class ClientTraining:
     Attributes:
         loop: Lightning's own loop, if something needs it.
         counts_steps: Whether a scheduler counts the clients' steps, and not rounds.
+        estimates_steps: Whether ``estimated_stepping_batches`` does, in ``configure_optimizers``:
+            with such a scheduler, or without one where steps of Lightning's loop count themselves.
         schedule: The optimizer's options at each step, if a scheduler counts steps outside of
             Lightning's loop.
     """
@@ -110,6 +112,8 @@ class ClientTraining:
         self.loop = None if why is None else ClientLoop(trainer, module, self, why)
         by_step = any(config.interval == "step" for config in self.schedulers)
         self.counts_steps = by_step or (not module.automatic_optimization and bool(self.schedulers))
+        alone = self.loop is not None and not self.schedulers
+        self.estimates_steps = self.counts_steps or (alone and bool(estimates_in(module)))
         alone = by_step and self.loop is None
         self.schedule = StepSchedule(self.optimizers[0], self.schedulers) if alone else None
 

@@ -282,6 +282,9 @@ class FederatedStrategy(ProcessesStrategy):
     def connect(self, model: L.LightningModule) -> None:
         """Connect the module, and find the method among the callbacks."""
         super().connect(model)
+        if model.trainer.state.fn == TrainerFn.FITTING:  # before the module's `setup`
+            for module in modules_by_name(model).values():
+                checks.check_estimates(module)
         self.federation.method = find_method(model.trainer, self._given, self._default_method)
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -298,7 +301,7 @@ class FederatedStrategy(ProcessesStrategy):
         self._undo = keep_metrics_apart(module)
         self._stage.begin(trainer, module, self.root_device, self._client_training)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and any(one.counts_steps for one in self._client_training):
+        if fitting and any(one.estimates_steps for one in self._client_training):
             # Only now it is known how many steps a round has.
             self._configure(trainer, self._stage.local_steps(trainer))
             self._stage.use(self._client_training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -568,6 +569,85 @@ def test_a_schedule_goes_on_from_the_client_with_most_steps() -> None:
     halves = [2.0**-n for n in range(8)]
     first, second = [halves[1], *halves[1:4]], [halves[4], *halves[4:7]]
     assert rates(sized(2, 6), 2) == pytest.approx([*first, *second, halves[6]])
+
+
+class ByProgress(Regression):
+    """A weight of the loss grows with the part of the run that is over."""
+
+    def build(self) -> None:
+        self.parts: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        part = self.global_step / self.total
+        self.parts.append(part)
+        return super().training_step(batch, batch_idx) * (1 + part)
+
+    def configure_optimizers(self) -> Any:
+        self.total = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(("epochs", "accumulate"), [(1, 1), (2, 1), (2, 2)])
+def test_all_steps_are_those_of_the_client_with_most(epochs: int, accumulate: int) -> None:
+    """One and three minibatches in an epoch, from where the larger client was."""
+    module, data = ByProgress(), sized(2, 6)
+    flags: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    federate(FedAvg(local_epochs=epochs), data, module, 2, "auto", **flags)
+    of_epoch = [1, math.ceil(3 / accumulate)]
+    of_round = epochs * of_epoch[1]
+    assert module.total == 2 * of_round
+    expected = [
+        (round * of_round + epoch * steps + number // accumulate) / (2 * of_round)
+        for round in range(2)
+        for steps, minibatches in zip(of_epoch, (1, 3), strict=True)
+        for epoch in range(epochs)
+        for number in range(minibatches)
+    ]
+    assert module.parts == pytest.approx(expected)
+
+
+def test_rounds_are_all_steps_where_a_schedule_counts_them() -> None:
+    class ByRound(ByProgress):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+    module = ByRound()
+    federate(FedAvg(), sized(2, 6), module, 2, "auto")
+    assert module.total == 2
+
+
+class Estimates(Regression):
+    """Asks for all steps by a property."""
+
+    @property
+    def all_steps(self) -> Any:
+        return self.trainer.estimated_stepping_batches
+
+
+class InStep(Estimates):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * float(self.all_steps)
+
+
+class InHook(Estimates):
+    def on_train_start(self) -> None:
+        self.total = self.all_steps
+
+
+class InSetup(Estimates):
+    def setup(self, stage: str) -> None:
+        self.total = self.all_steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [(InStep, "training_step"), (InHook, "on_train_start"), (InSetup, "setup")],
+)
+def test_all_steps_are_asked_for_in_one_place(kind: type[Estimates], function: str) -> None:
+    match = f"in `configure_optimizers`, but `{function}` of {kind.__name__} reads it.*self.total"
+    with pytest.raises(MisconfigurationException, match=match):
+        federate(FedAvg(), sized(2, 6), kind(), 2, "auto")
 
 
 class StepsInLoss(BothWithHooks):
