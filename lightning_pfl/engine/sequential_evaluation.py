@@ -205,63 +205,98 @@ class SequentialEvaluation:
         Returns:
             The evaluation, and whether any drew or, the first time, a step wrote to an attribute.
         """
-        clients, data, name = work.clients.tolist(), work.data, work.step
+        clients, name = work.clients.tolist(), work.step
         program = self._program(work, step)
-        logs, counts = LogsInTurn(len(clients), self.settings.device), [0] * len(clients)
-        predicts = range(len(clients)) if name == "predict_step" else ()
-        predictions: list[list[Any]] = [[] for _ in predicts]
-        of_all = evaluation_minibatches(data, clients, Limits(1, work.limit), self.settings)
         # Later only where a step may be found to draw that was taken for one that doesn't.
         watched = name not in self.quiet or (step.checks.recordable and self.quiet[name])
-        elsewhere, moved = not watched and self._elsewhere.get(name, False), False
+        steps = _WatchedSteps(program, work, self.settings, watched)
+        logs, counts = LogsInTurn(len(clients), self.settings.device), [0] * len(clients)
+        predictions: list[list[Any]] = []
+        of_all = evaluation_minibatches(work.data, clients, Limits(1, work.limit), self.settings)
         # Where steps write to attributes, they differ from their recordings.
         others = not step.checks.known  # than what its code is known to write to
-        before = None if name in self.quiet else snapshot(self.module, others)
+        before, wrote = None if name in self.quiet else snapshot(self.module, others), False
 
-        def writes(before: Snapshot) -> bool:
-            return changed(self.module, before, others) is not None
-
-        def drawing(client: int, number: int) -> AbstractContextManager[Elsewhere | None]:
-            key = derive(self.settings.seed, name, client, number)
-            return watch_global_rng(key) if watched else seeded(key, everything=True)
+        def writes(before: Snapshot | None) -> bool:
+            return before is not None and changed(self.module, before, others) is not None
 
         with restoring_once(), torch.no_grad(), program.capturing():
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
-                metrics, of_steps = dict[str, Metric](), LogsOfSteps()
-                for number, batch in minibatches:
-                    size = batch_length(batch)
-                    with (
-                        drawing(client, number) as found,
-                        naming_clients(name, data.names, [client], work.round),
-                    ):
-                        out, logged = program.evaluation_step(model, name, batch, number)
-                        values, objects = sorted_out(None, logged)
-                    if found is not None:
-                        elsewhere |= found.moved
-                        moved |= found.moved or found.moved_torch
-                    metrics |= objects
-                    counts[row] += size
-                    of_steps.add(values, size, None, program.log.reductions)
-                    if name == "predict_step":
-                        predictions[row].append(
-                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
-                        )
-                logs.add(row, of_steps)
+                logged, metrics, outputs, counts[row] = steps.of_client(client, model, minibatches)
+                predictions += [outputs] if name == "predict_step" else []
+                logs.add(row, logged)
                 if metrics:
                     put_generators_back()
-                    with naming_clients(name, data.names, [client], work.round):
+                    with naming_clients(name, work.data.names, [client], work.round):
                         logs.add_computed(row, computed_metrics(metrics))
                 if on_clients is not None:
-                    moved |= before is not None and writes(before)
+                    wrote |= writes(before)
                     hooked = on_clients([row]) is not False
                     again = hooked and before is not None
                     before = snapshot(self.module, others) if again else None
-        moved |= before is not None and writes(before)
-        self.draws_elsewhere = self._elsewhere[name] = elsewhere
+        wrote |= writes(before)
+        if watched:
+            self._elsewhere[name] = steps.elsewhere
+        self.draws_elsewhere = self._elsewhere.get(name, False)
         options, orders = dict(program.log.options), frozenset(program.log.orders)
         counted = torch.tensor(counts)
-        return Evaluation(logs.compute(), counted, options, predictions, orders), moved
+        found = Evaluation(logs.compute(), counted, options, predictions, orders)
+        return found, wrote or steps.moved
+
+
+class _WatchedSteps:
+    """Steps of an evaluation that run with the global generators seeded for each minibatch.
+
+    Args:
+        program: The step as a function.
+        work: The evaluation.
+        settings: The Trainer's flags.
+        watched: Whether to notice whether they draw.
+
+    Attributes:
+        moved: Whether one drew.
+        elsewhere: Whether one drew from Python's or NumPy's generator.
+    """
+
+    def __init__(
+        self, program: ClientProgram, work: EvaluationWork, settings: EngineSettings, watched: bool
+    ) -> None:
+        self.program, self.work, self.settings, self.watched = program, work, settings, watched
+        self.moved = self.elsewhere = False
+
+    def of_client(
+        self, client: int, model: Model, minibatches: Iterable[tuple[int, Any]]
+    ) -> tuple[LogsOfSteps, dict[str, Metric], list[Any], int]:
+        """Run the steps of a client.
+
+        Returns:
+            What they have logged, torchmetrics objects that are still to be computed, their
+            outputs, if these are predictions, and the number of samples.
+        """
+        work, log, samples, outputs = self.work, self.program.log, 0, list[Any]()
+        metrics, of_steps = dict[str, Metric](), LogsOfSteps()
+        for number, batch in minibatches:
+            size = batch_length(batch)
+            with (
+                self._drawing(client, number) as found,
+                naming_clients(work.step, work.data.names, [client], work.round),
+            ):
+                out, logged = self.program.evaluation_step(model, work.step, batch, number)
+                values, objects = sorted_out(None, logged)
+            if found is not None:
+                self.elsewhere |= found.moved
+                self.moved |= found.moved or found.moved_torch
+            metrics |= objects
+            samples += size
+            of_steps.add(values, size, None, log.reductions)
+            if work.step == "predict_step":
+                outputs.append(apply_to_collection(out, Tensor, lambda leaf: leaf.cpu()))
+        return of_steps, metrics, outputs, samples
+
+    def _drawing(self, client: int, number: int) -> AbstractContextManager[Elsewhere | None]:
+        key = derive(self.settings.seed, self.work.step, client, number)
+        return watch_global_rng(key) if self.watched else seeded(key, everything=True)
 
 
 class _ReplayedSteps:
