@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_r
 
 SIZES = (1, 0, 5, 13, 2)
 CLASSES = 3
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "Adam": torch.optim.Adam,
+    "AdamW": partial(torch.optim.AdamW, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+}
+"""Every elementwise optimizer, with as many buffers as it may have."""
 
 
 def image_clients(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +43,7 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import DiagonalGaussianPrior
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.fitting import Fit, fit
-from tests.engine.nets import cnn, image_clients
+from tests.engine.nets import OPTIMIZERS, cnn, image_clients
 from tests.engine.pretended_device import NAME, OnDevice, PretendedDevice, pretended_accelerator
 from tests.methods.cases import CASES, PROBLEMS
 
@@ -266,22 +265,7 @@ def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(partial(torch.optim.SGD, momentum=0.9, nesterov=True), id="SGD"),
-        torch.optim.Adam,
-        partial(torch.optim.AdamW, amsgrad=True),
-        partial(torch.optim.RMSprop, centered=True, momentum=0.9),
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Rprop,
-    ],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_no_step_of_an_optimizer_waits_for_the_device(optimizer: Any) -> None:
     def trained(run: Run, epochs: int) -> Outcome:
         module = cnn(optimizer=lambda parameters: optimizer(parameters, lr=0.01))
