@@ -39,7 +39,7 @@ from lightning_pfl.engine.base import (
     begin,
     end,
 )
-from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.checks import Checks, is_ours
 from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.epoch import Epoch
@@ -56,7 +56,7 @@ from lightning_pfl.engine.optimizer_options import (
 )
 from lightning_pfl.engine.orders import CohortOrders
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.safety.global_rng import undrawn, watch_global_rng
 from lightning_pfl.engine.safety.snapshot import (
     Snapshot,
     changed,
@@ -242,7 +242,10 @@ class SequentialEngine:
         local_step = self._local_step(work, "seeds", watches)
         writes = self.records_now and not self.checks.known
         before = snapshot(self.module) if writes else {}
-        trained = self._client(work, local_step)
+        # What a module draws, it draws from generators that are seeded and put back.
+        others = nullcontext() if is_ours(work.method) or self.loop else undrawn(work.method)
+        with others:
+            trained = self._client(work, local_step)
         self._note_draws(local_step)
         self._stop_if_written(before)
         return trained

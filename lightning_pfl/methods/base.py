@@ -404,7 +404,8 @@ class Method(FederatedCallback):
         """Take one local step on a minibatch; default: the user's optimizer on the loss.
 
         It returns the entries of ``state``, no more and no fewer: a client may take no step, so
-        what :meth:`client_final` reads has to be there from :meth:`client_init` on.
+        what :meth:`client_final` reads has to be there from :meth:`client_init` on. It draws by
+        ``client.noise`` alone; torch's global generators are refused.
         """
         return {**state, "model": client.train(state["model"], minibatches)}
 

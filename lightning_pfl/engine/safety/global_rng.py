@@ -59,6 +59,28 @@ def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Els
             before.restore()
 
 
+@contextmanager
+def undrawn(method: Any) -> Iterator[None]:
+    """Check that what a method does for a client doesn't use the global generators.
+
+    Args:
+        method: The method.
+
+    Raises:
+        ValueError: If it has.
+    """
+    with watch_global_rng(None) as found:
+        yield
+    if found.moved or found.moved_torch:
+        whose = "torch's" if found.moved_torch else "Python's or NumPy's"
+        raise ValueError(
+            f"Expected {type(method).__name__} to draw by keys, as global generators are elsewhere "
+            f"in a resumed run or another process, but what it does for a client uses {whose}. "
+            "Draw by `client.noise(tree)` in a step; elsewhere by `generator(derive(seed, name, "
+            "info.round, client))` of `lightning_pfl.core.randomness`."
+        )
+
+
 class States:
     """The states of all global generators, or of torch's alone."""
 
