@@ -45,12 +45,15 @@ def run_blocks(page: str) -> dict[str, Any]:
     return names
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages write files to the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_code_of_relations_runs_and_finds_the_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_of_relations_runs_and_finds_the_groups() -> None:
     names = run_blocks(RELATIONS)
     truth = names["TRUTH"]
     assert names["agreement"] == 1.0
@@ -106,7 +109,6 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_code_of_data_runs_and_gives_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     names = run_blocks(DATA)
     strategy = names["trainer"].strategy
@@ -132,7 +134,6 @@ def test_the_code_of_data_runs_and_gives_what_it_says(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_csv_part_trains_on_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (first, *_) = re.findall(r"```python\n(.*?)```", DATA, re.DOTALL)
     exec(first, {})
@@ -148,10 +149,7 @@ def test_the_csv_part_trains_on_a_table(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_code_of_models_runs_and_gives_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_of_models_runs_and_gives_what_it_says() -> None:
     names = run_blocks(MODELS)
     wanted = names["strategy"].client_state_dict(3)
     for found in (
@@ -173,10 +171,7 @@ def test_the_code_of_models_runs_and_gives_what_it_says(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_models_that_are_several_are_exported_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_models_that_are_several_are_exported_as_one() -> None:
     page = MODELS.split("## Tomorrow")[0].replace("import FedRep", "import FedEM")
     page = page.replace("FedRep()", "FedEM(components=2)")
     # A mixture has no state_dict.
@@ -193,10 +188,7 @@ def test_models_that_are_several_are_exported_as_one(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_code_for_those_who_come_from_elsewhere_learns_a_head_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_for_those_who_come_from_elsewhere_learns_a_head_each() -> None:
     trainer = run_blocks(COMING_FROM)["trainer"]
     # One model for all can't be right for two clients at once, who disagree; guessing has 1/3.
     assert float(trainer.callback_metrics["val_acc"]) > 0.6
@@ -230,7 +222,6 @@ def test_the_method_of_a_package_of_ones_own_runs(
     """Its file, the conformance suite on it, its closed form, and the command line."""
     blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
     (tmp_path / "my_package.py").write_text(blocks[0])
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     try:
         names = run_blocks("".join(f"```python\n{block}```\n" for block in blocks[1:]))
