@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
+from lightning_pfl.engine.fingerprint import Same, fingerprint
 from lightning_pfl.engine.known_code import (
     Read,
     UnknownCodeError,
@@ -28,7 +29,7 @@ from lightning_pfl.engine.known_code import (
     tensors_of,
 )
 from lightning_pfl.engine.recording import BY_VALUE
-from lightning_pfl.engine.trace import Repeated, Same, fingerprint
+from lightning_pfl.engine.trace import Repeated
 from lightning_pfl.models.base import PersonalizedModule
 
 RARELY = 16

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Path, Tree, is_expanded
+from lightning_pfl.engine.agreement import copy
 from lightning_pfl.engine.recording import flatten, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
-from lightning_pfl.engine.trace import copy
 
 Result = TypeVar("Result")
 

@@ -20,11 +20,11 @@ from lightning_pfl.data.batch import batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.apart import SAMPLES, samples_to_try, stands_apart, unit_of
+from lightning_pfl.engine.fingerprint import Same
 from lightning_pfl.engine.operators import NumbersRead
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import samples_of_one_model
-from lightning_pfl.engine.trace import Same
 
 log = logging.getLogger(__name__)
 BATCH = 768

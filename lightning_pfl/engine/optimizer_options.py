@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.local import Phase
+from lightning_pfl.engine.fingerprint import of_object
 from lightning_pfl.engine.operators import global_step_hooks
-from lightning_pfl.engine.trace import of_object
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.tree import Path, Tree, is_expanded, items
+from lightning_pfl.engine.agreement import agree, copy
 from lightning_pfl.engine.epoch import Epoch
+from lightning_pfl.engine.fingerprint import describe
 from lightning_pfl.engine.recording import flatten, rebuild
-from lightning_pfl.engine.trace import Recorded, Repeated, agree, copy, describe
+from lightning_pfl.engine.trace import Recorded, Repeated
 
 Step = Callable[[Tree, Any], tuple[Tree, Any]]
 """A step: of a state and minibatches; returns the new state and a tree of tensors to log."""

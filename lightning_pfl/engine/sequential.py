@@ -44,6 +44,7 @@ from lightning_pfl.engine.client_logs import LogsInTurn, LogsOfSteps
 from lightning_pfl.engine.client_randomness import Source
 from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
+from lightning_pfl.engine.fingerprint import Same, of_object
 from lightning_pfl.engine.large_operators import LargeOperators
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
@@ -67,7 +68,7 @@ from lightning_pfl.engine.safety.snapshot import (
 from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.sequential_local import SequentialLocalStep, take_step
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
-from lightning_pfl.engine.trace import Same, Traces, of_object
+from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
 from lightning_pfl.methods.base import Phase
 

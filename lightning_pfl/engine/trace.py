@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
-import lightning as L
-import torch
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor
 
 from lightning_pfl.core.recent import Recent
+from lightning_pfl.engine.agreement import agree, copy, put_back
 from lightning_pfl.engine.epoch import Epoch, Noted
+from lightning_pfl.engine.fingerprint import describe
 from lightning_pfl.engine.in_place import Buffers
-from lightning_pfl.engine.recording import BY_VALUE, KEPT, flatten
+from lightning_pfl.engine.recording import KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
 from lightning_pfl.engine.safety.global_rng import States
-from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
 from lightning_pfl.engine.steps import NumberReadError, Unread
 
 WARM_UP = 2
@@ -42,7 +37,6 @@ CONTEXTS = 1024
 of steps whose calls are counted."""
 CHANGES = 4
 """Recordings of a step that one after another hold in other rounds; then there is one for each."""
-COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 Recorded = TypeVar("Recorded")
 Leaves = list[Tensor]
 log = logging.getLogger(__name__)
@@ -66,118 +60,6 @@ class Numbers:
             self._known[key] = self.made
             self.made += 1
         return self._known[key]
-
-
-class Same:
-    """A key that compares by identity, and keeps its object alive."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Collect every setting of a module and its submodules, which recordings treat as constants.
-
-    Plain values are compared by value, collections and objects of users by what they hold, tensors
-    that are no parameters of clients by identity and memory, others by identity.
-    """
-    parts = dict(_parts(module))
-    registered = frozenset(map(id, parts.values()))
-    found: list[Any] = [(name, type(part), part.training) for name, part in parts.items()]
-    found += [
-        (name, key, _setting(value, registered))
-        for name, key, value in attributes(module)
-        if name in parts
-    ]
-    found += [
-        (name, _setting(dict(part.hparams), registered))
-        for name, part in parts.items()
-        if isinstance(part, L.LightningModule)
-    ]
-    found += [(name, _tensor(buffer)) for name, buffer in module.named_buffers()]
-    found += [(name, _tensor(p)) for name, p in module.named_parameters() if not p.requires_grad]
-    return tuple(found)
-
-
-def _tensor(value: Tensor) -> tuple[Any, ...]:
-    """Describe a tensor and its memory, which ``value.data = ...`` replaces and recordings keep."""
-    strided = value.layout == torch.strided
-    return Same(value), value.data_ptr() if strided else None, *(_layout(value) if strided else ())
-
-
-def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over names and layers, without torchmetrics objects, of which none reads anything."""
-    yield prefix, module
-    for name, part in module.named_children():
-        if not isinstance(part, (Metric, MetricCollection)):
-            yield from _parts(part, f"{prefix}.{name}" if prefix else name)
-
-
-def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH) -> Any:
-    """Describe a value.
-
-    Args:
-        value: The value.
-        above: Ids of what holds it, and of what is described elsewhere.
-        depth: How deep contents are followed.
-    """
-    if isinstance(value, BY_VALUE):
-        return value
-    if isinstance(value, Tensor):
-        return _tensor(value)
-    held = _held(value)
-    if held is None or id(value) in above or not depth or len(held) > MEMBERS:
-        return repr(value) if isinstance(value, COLLECTIONS) else Same(value)
-    above |= {id(value)}
-    # Collections are compared by what they hold alone.
-    same = type(value) if isinstance(value, COLLECTIONS) else Same(value)
-    return same, tuple((key, _setting(one, above, depth - 1)) for key, one in held)
-
-
-def _held(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a value holds, by name or number; None for what recordings don't follow."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, COLLECTIONS):
-        return list(enumerate(value))
-    if isinstance(value, MethodType):
-        return [("__func__", value.__func__), ("__self__", value.__self__)]
-    if isinstance(value, partial):
-        return list(enumerate((value.func, *value.args))) + list(value.keywords.items())
-    if isinstance(value, FunctionType):
-        cells = (cell for cell in value.__closure__ or () if cell != CellType())  # not yet bound
-        return list(enumerate(cell.cell_contents for cell in cells))
-    return list(vars(value).items()) if is_plain(value) else None
-
-
-def of_object(value: Any) -> Any:
-    """Collect the settings of an object: plain values, and what other objects hold."""
-    held = getattr(value, "__dict__", {})
-    found = tuple((name, _setting(inner)) for name, inner in held.items())
-    return (_setting(value), *found) if found else _setting(value)
-
-
-def describe(tree: Any, leaves: list[Tensor]) -> Any:
-    """Append a tree's tensors to a list; return all of it that recordings depend on.
-
-    That is its structure, and shapes, memory layouts and types, also which leaves are expanded.
-
-    Raises:
-        TypeError: As in :func:`flatten`.
-    """
-    start = len(leaves)
-    structure = flatten(tree, leaves)
-    return structure, tuple(map(_layout, leaves[start:]))
-
-
-def _layout(leaf: Tensor) -> tuple[Any, ...]:
-    return leaf.shape, leaf.stride(), leaf.dtype
 
 
 class Given:
@@ -487,74 +369,3 @@ class Traces(Repeated[Recording]):
         """Record and replay nothing any more."""
         self.enabled = False
         log.info("Steps are no longer recorded: %s.", why)
-
-
-def put_back(leaves: Leaves, before: Leaves) -> None:
-    """Undo what has written to tensors, of which there are copies by :func:`copy`."""
-    with torch.no_grad():
-        for leaf, old in zip(leaves, before, strict=True):
-            if old is not leaf:
-                leaf.copy_(old)
-
-
-def copy(leaf: Tensor) -> Tensor:
-    """Copy a tensor with its strides; one whose entries share memory is returned as it is."""
-    # No step writes to a leaf whose entries share memory, as expanded ones of all clients do. One
-    # client's row shares its memory with none, whatever its stride.
-    if any(not n and size > 1 for n, size in zip(leaf.stride(), leaf.shape, strict=True)):
-        return leaf
-    # A recording has the strides of its arguments, which clone() keeps of dense ones alone.
-    copied = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    return copied.copy_(leaf)
-
-
-CLOSE = 1e-3, 1e-5
-"""Largest relative and absolute difference of a replay from its step in single precision: 8,400
-roundings, as of a sum of so many terms in another order. In double precision it is as many."""
-
-
-def agree(replayed: list[Tensor], real: list[Tensor], given: list[Tensor]) -> bool:
-    """Whether a replay agrees with its step: by the bits on a CPU, else up to rounding.
-
-    A CPU repeats its sums, so that any difference comes from something else that the step reads.
-
-    Args:
-        replayed: Results of a replay.
-        real: Those of the step.
-        given: What both have computed with.
-    """
-    if [leaf.shape for leaf in replayed] != [leaf.shape for leaf in real]:
-        return False
-    if all(leaf.device.type == "cpu" for leaf in (*replayed, *real)):
-        return all(map(_has_bits, replayed, real))
-    return close(replayed, real, given)
-
-
-def _has_bits(replayed: Tensor, real: Tensor) -> bool:
-    # NaN isn't equal to itself.
-    return torch.equal(replayed, real) or bool(
-        torch.isclose(replayed, real, 0.0, 0.0, equal_nan=True).all()
-    )
-
-
-def close(replayed: list[Tensor], real: list[Tensor], given: list[Tensor]) -> bool:
-    """Whether two results agree up to the rounding of what they are computed from.
-
-    Waits for a device once.
-    """
-    unit = max(map(_rounding, given), default=0.0)
-    pairs = zip(replayed, real, strict=True)
-    found = [_close(*pair, unit).all() for pair in pairs]
-    return bool(torch.stack([one.to(found[0].device) for one in found]).all())
-
-
-def _rounding(leaf: Tensor) -> float:
-    """Return the unit of rounding of a tensor's numbers; 0 for integers."""
-    inexact = leaf.is_floating_point() or leaf.is_complex()
-    return torch.finfo(leaf.dtype).eps if inexact else 0.0
-
-
-def _close(replayed: Tensor, real: Tensor, unit: float) -> Tensor:
-    units = max(unit, _rounding(real)) / torch.finfo(torch.float32).eps
-    relative, absolute = (bound * min(1.0, units) for bound in CLOSE)
-    return torch.isclose(replayed, real, relative, absolute, equal_nan=True)

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
+from lightning_pfl.engine.agreement import copy, put_back
 from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import BY_VALUE, Recorder, rebuild
 from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
-from lightning_pfl.engine.trace import copy, put_back
 from lightning_pfl.methods.base import Method
 
 Logged = list[tuple[Any, ...]]

@@ -21,7 +21,7 @@ from lightning_pfl.core.tree import Path, items
 from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EvaluationWork
-from lightning_pfl.engine.trace import Same, fingerprint
+from lightning_pfl.engine.fingerprint import Same, fingerprint
 from lightning_pfl.federation.architectures import Architecture
 from lightning_pfl.federation.state import FederationState
 

@@ -22,6 +22,7 @@ from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
 from lightning_pfl.core.draws import Draws
 from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine import registers, trace
+from lightning_pfl.engine.agreement import agree
 from lightning_pfl.inspect import (
     ClientGraph,
     ClientHistogram,
@@ -97,7 +98,6 @@ def elsewhere(method: Method, **settings: Any) -> Outcome:
 def checks_apart(device: PretendedDevice) -> Iterator[list[Counter[str]]]:
     """Count apart what each check of a recording waits for."""
     checks: list[Counter[str]] = []
-    agree = trace.agree
 
     def agrees(replayed: list[Tensor], real: list[Tensor], given: list[Tensor]) -> bool:
         before, device.waits = device.waits, Counter()

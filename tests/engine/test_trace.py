@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, ClassVar
 
 import pytest
@@ -373,42 +372,6 @@ def test_replayed_evaluations_are_the_evaluations(layer: type[nn.Module]) -> Non
     assert none == 0
 
 
-# --- how far a replay may be from its step --------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "apart"), [(torch.float32, 3e-3), (torch.float64, 1e-11), (torch.complex128, 1e-11)]
-)
-def test_rounding_is_told_from_other_numbers(dtype: torch.dtype, apart: float) -> None:
-    """A sum in another order is as far off as both rounding errors, n units of the terms' sum."""
-    numbers = torch.rand(8000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    terms = numbers.to(dtype)
-    there, back = (reduce(torch.add, each.split(1)) for each in (terms, terms.flip(0)))
-    assert not torch.equal(there, back)
-    assert trace.close([there], [back], [terms])
-    assert not trace.close([there * (1 + apart)], [there], [terms])
-    assert not trace.close([back * apart], [torch.zeros_like(back)], [terms])
-    assert trace.close([there * torch.nan], [there * torch.nan], [terms])
-
-
-def test_results_have_the_rounding_of_what_they_are_computed_from() -> None:
-    single = torch.ones(1)
-    double = single.double()
-    assert trace.close([double * (1 + 1e-6)], [double], [single, double])
-    assert not trace.close(
-        [double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=torch.int64)]
-    )
-    assert trace.close([single * (1 + 1e-6)], [single], [double])
-
-
-def test_a_replay_on_a_cpu_has_the_bits_of_its_step() -> None:
-    one, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
-    assert trace.agree([one], [one.clone()], [one])
-    assert trace.agree([nan], [nan.clone()], [one])
-    assert not trace.agree([one.nextafter(2 * one)], [one], [one])
-    assert not trace.agree([one], [nan], [one])
-
-
 class Slowly(nn.Module):
     """Reads a number that changes by few roundings in each call, where no recording sees it."""
 
@@ -497,13 +460,3 @@ def test_a_recording_is_checked_on_arguments_with_gaps() -> None:
                                   [6 * scale, 14 * scale]]  # fmt: skip
     assert traces.enabled
     assert traces.used == 2
-
-
-@pytest.mark.parametrize("clients", [1, 2])
-def test_a_row_of_one_client_is_copied_whatever_its_stride(clients: int) -> None:
-    """As zeros like a leaf that all clients share: with one client a step may add to it."""
-    leaf = torch.ones(3).expand(clients, 3)
-    copied = trace.copy(leaf)
-    assert copied.stride() == leaf.stride()
-    assert (copied.data_ptr() == leaf.data_ptr()) == (clients > 1)
-    assert torch.equal(copied, leaf)

@@ -18,13 +18,14 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import LocalWork, begin, end, require_same_entries
 from lightning_pfl.engine.client_logs import LOSS, ClientLogs
+from lightning_pfl.engine.fingerprint import Same, of_object
 from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.optimizer_options import options_of, rates_of
 from lightning_pfl.engine.orders import round_key
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws
-from lightning_pfl.engine.trace import Repeated, Same, of_object
+from lightning_pfl.engine.trace import Repeated
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient

@@ -29,9 +29,9 @@ from lightning_pfl.engine.apart import (
     unit_of,
 )
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.fingerprint import Same
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.trace import Same
 
 KEPT = 64
 """Largest number of settings of which findings are kept."""
