@@ -1,4 +1,4 @@
-"""What recordings depend on, as keys: the settings of modules and objects, and forms of tensors."""
+"""Keys of recordings: the settings of modules and objects, and the forms of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's instructions: those of a function, and what may be told of one by its name.
+"""Python's instructions: those of a function, and what one of a name may do.
 
 In Python 3.10 to 3.15; ``CONTRIBUTING.md`` says what was run with which.
 """
