@@ -31,6 +31,7 @@ from lightning_pfl.engine.safety.compare import (
     training_trees,
 )
 from lightning_pfl.engine.safety.double import in_double
+from lightning_pfl.engine.safety.loggers import Refusing, Silent, loggers_replaced
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.steps import clients_served, phase_budget
@@ -230,7 +231,7 @@ class Probe:
             doubted: Whether a result that rounding may explain is tried in double precision.
         """
         try:
-            with self.undisturbed(), hidden_loops_are_errors(), counter:
+            with self.undisturbed(Refusing), hidden_loops_are_errors(), counter:
                 found = results(engine, piece)
         # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
@@ -265,11 +266,16 @@ class Probe:
         return difference(expected, found, before, mixed=False) is None
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Restore the user's modules and torchmetrics objects after a piece."""
+    def undisturbed(self, logger: type[Silent] = Silent) -> Iterator[None]:
+        """Restore the user's modules and torchmetrics objects after a piece.
+
+        Args:
+            logger: What takes the place of the Trainer's loggers.
+        """
         before = snapshot(self.module)
         try:
-            yield
+            with loggers_replaced(self.module, logger):
+                yield
         finally:
             restore(self.module, before)
 
