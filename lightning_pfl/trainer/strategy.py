@@ -52,14 +52,9 @@ from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_pfl.trainer.client_loop import ClientTraining
 from lightning_pfl.trainer.fit_loop import STORING
+from lightning_pfl.trainer.parts import find_method, fit_loop, install_loops
 from lightning_pfl.trainer.processes import TIMEOUT, ProcessesStrategy, keep_metrics_apart
-from lightning_pfl.trainer.setup import (
-    ClientStateDevice,
-    StageSetup,
-    find_method,
-    fit_loop,
-    install_loops,
-)
+from lightning_pfl.trainer.setup import ClientStateDevice, StageSetup
 
 KEPT_ON_ALL_RANKS = 2**30
 """Largest size in bytes of client states that every process gets after a run."""
