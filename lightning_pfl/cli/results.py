@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import SupportsFloat
@@ -32,7 +31,7 @@ def summary_rows(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, fl
 
     Returns:
         For each name with a ``/worst_decile`` value its statistics, by the names of
-        :data:`COLUMNS`; missing ones are nan.
+        :data:`COLUMNS`, as far as they are logged.
 
     Example:
         >>> logged = {"val_acc": 0.9, "val_acc/worst_decile": 0.5, "train_loss": 1.0}
@@ -46,7 +45,9 @@ def summary_rows(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, fl
     )
     return {
         name: {
-            title: float(metrics.get(name + suffix, math.nan)) for title, suffix in COLUMNS.items()
+            title: float(metrics[name + suffix])
+            for title, suffix in COLUMNS.items()
+            if name + suffix in metrics
         }
         for name in names
     }
@@ -63,5 +64,6 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
     columns = [name for name in COLUMNS if estimated or name != STANDARD_ERROR]
     table = Table("over clients", *columns, title=title, caption=clusters or None)
     for name, statistics in rows.items():
-        table.add_row(name, *(f"{statistics[column]:.4f}" for column in columns))
+        cells = (f"{statistics[c]:.4f}" if c in statistics else "-" for c in columns)
+        table.add_row(name, *cells)
     Console().print(table)
