@@ -385,11 +385,13 @@ class ModuleAtStart:
         """
         for split, before in zip(self._splits, self._models, strict=False):
             module = split.module
-            now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            for name, old in before.items():
-                leaf = now[name].detach()
-                same = torch.equal(leaf, old)  # a NaN isn't
-                if not (same or torch.allclose(leaf, old, rtol=0, atol=0, equal_nan=True)):
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            pairs = {name: (tensors[name].detach(), old) for name, old in before.items()}
+            # One wait for a device. A NaN isn't equal to itself, so a difference is looked at.
+            if pairs and torch.stack([now.eq(old).all() for now, old in pairs.values()]).all():
+                continue
+            for name, (now, old) in pairs.items():
+                if not torch.allclose(now, old, rtol=0, atol=0, equal_nan=True):
                     raise _changed(module, name, "changed")
 
 
