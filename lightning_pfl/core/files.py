@@ -52,6 +52,12 @@ def atomic_file(path: Path, mode: str = "b", **options: Any) -> Iterator[Any]:
             os.close(folder)
 
 
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that is either complete or not there."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
 @contextmanager
 def explaining_writes(path: Path) -> Iterator[None]:
     """Say which file of a run couldn't be written, how much space there is, and how to go on."""

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,27 +19,25 @@ from torch import Tensor
 from lightning_pfl import __version__
 from lightning_pfl._lightning import set_rounds
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LogOptions
-from lightning_pfl.core.files import atomic_file
+from lightning_pfl.core.files import write_atomically
 from lightning_pfl.core.randomness import derive, seeded
-from lightning_pfl.core.tree import Model, Tree, finite, repeat, rows, tmap
+from lightning_pfl.core.tree import Model, finite, tmap
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import SPLITS, NodeDataModule, count, in_federation
+from lightning_pfl.deploy.node_federation import NodeFederation, NodeStrategy
 from lightning_pfl.deploy.packet import Packet, PacketError
 from lightning_pfl.deploy.privacy import add_noise, check_privacy
 from lightning_pfl.deploy.secure import Masks, average, from_bytes, to_bytes
-from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
+from lightning_pfl.deploy.states import LostStateError
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
 from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.engine.optimizer_options import learning_rates
 from lightning_pfl.engine.watching import in_mode
-from lightning_pfl.federation.architectures import Architecture
 from lightning_pfl.federation.evaluate import GLOBAL
-from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer.data import EvaluationSets, move_to_device
-from lightning_pfl.trainer.strategy import FederatedStrategy
 
 PROTOCOL = 1
 """The version of what server and nodes say to each other."""
@@ -65,76 +63,6 @@ log = logging.getLogger(__name__)
 
 class RefusedError(RuntimeError):
     """A request of the server that a node can't fulfil; the text goes to the server."""
-
-
-class NodeFederation(Federation):
-    """The federation as a node sees it: its own clients' states, and what the server has sent.
-
-    Attributes:
-        folder: Where the client states live.
-        received: What the server has sent, ``(clients, ...)``.
-        clients: The clients that it was sent to, int64 ``(clients,)``.
-        everybodys: The global model that the server has sent; None if there is none.
-        everybodys_samples: Training samples of all clients, int64 ``(num_clients,)``; None for a
-            method that doesn't need to know them.
-    """
-
-    folder: Path
-    received: Tree
-    clients: Tensor
-    everybodys: Model | None = None
-    everybodys_samples: Tensor | None = None
-
-    @property
-    def states(self) -> StatesOnDisk:
-        """The client states."""
-        store = self.client_states
-        assert isinstance(store, StatesOnDisk)
-        return store
-
-    def _begin_client_states(
-        self,
-        architecture: Architecture,
-        method: Method,
-        row: Tree,
-        device: torch.device,
-        everyone: ClientInfo,
-    ) -> None:
-        model = architecture.parameter_split.model()
-
-        def initial(clients: Tensor) -> Tree:
-            held = tmap(lambda leaf: leaf.to(device), model)
-            states = repeat(tmap(lambda leaf: leaf.to(device), row), len(clients))
-            return method.init_client_state_rows(states, held, everyone.rows(clients))
-
-        architecture.method = method
-        architecture.client_states = StatesOnDisk(
-            self.folder / "states", self.client_names, row, initial, device
-        )
-
-    def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
-        return super()._bind(
-            num_samples if self.everybodys_samples is None else self.everybodys_samples
-        )
-
-    def download(self, info: ClientInfo) -> Tree:
-        """Return what the server has sent to some of the clients."""
-        position = {client: at for at, client in enumerate(self.clients.tolist())}
-        return rows(self.received, torch.tensor([position[k] for k in info.index.tolist()]))
-
-    def global_model(self) -> Model | None:
-        """Return the global model that the server has sent."""
-        return self.everybodys
-
-
-class NodeStrategy(FederatedStrategy):
-    """The strategy of a node; it sets up a run whose rounds come from the server."""
-
-    federation_class: ClassVar[type[Federation]] = NodeFederation
-
-    def take_seed(self, seed: int) -> None:
-        """Use the server's seed, which isn't known before the node joins."""
-        self._stage.seed = seed
 
 
 class _SetupAlone(Callback):
@@ -192,7 +120,7 @@ class Node:
         self._masks: Masks | None = None
 
     def _make(self) -> Any:
-        return recipe.make(self.settings, f"{__name__}.NodeStrategy", 0, **QUIET)
+        return recipe.make(self.settings, f"{NodeStrategy.__module__}.NodeStrategy", 0, **QUIET)
 
     @staticmethod
     def _load(cli: Any) -> dict[str, FederatedDataset]:
@@ -526,12 +454,6 @@ def load_model(module: torch.nn.Module, model: Model) -> None:
         if name not in state or state[name].shape != value.shape:
             raise PacketError(f"the initial model has {name!r} {tuple(value.shape)}")
         state[name].data.copy_(value)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is either complete or not there."""
-    with atomic_file(path) as file:
-        file.write(data)
 
 
 def _set_optimizer(template: Any, groups: Sequence[Mapping[str, Any]]) -> None:

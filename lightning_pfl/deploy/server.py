@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_pfl._lightning import connected
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import Round
+from lightning_pfl.core.files import write_atomically
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import CountedDataModule, Counts
-from lightning_pfl.deploy.node import write_atomically
 from lightning_pfl.deploy.nodes import Line, Nodes
 from lightning_pfl.deploy.packet import Packet
 from lightning_pfl.deploy.remote import ServerFederation
