@@ -27,8 +27,10 @@ import lightning as L
 import torch
 from torch import nn
 
+from lightning_pfl.contract.records import Round
 from lightning_pfl.core import draws
 from lightning_pfl.core.mixture import parts
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Tree, expand, items, leaves, nbytes, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
@@ -263,42 +265,13 @@ def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem
 def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: Problem) -> None:
     """Check that nothing personal leaves a client, and shapes and bytes of uploads."""
     run = problem.fit_of_all(make_method)
-    method, parameter_split = run.federation.method, run.federation.parameter_split
-    shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
-    for round in run.recorder.rounds:
-        uploads, received = round.uploads or {}, round.received or {}
-        for (*_, name), leaf in items(uploads):
-            assert name not in parameter_split.personal, (
-                f"Expected {name!r} to stay with the client, as it is personal, but it is in the "
-                "upload. Leave it out of what `client_final` returns."
-            )
-            assert leaf.shape[0] == len(round.info), (
-                f"Expected a row for each of the {len(round.info)} clients, but {name!r} of the "
-                f"upload has the shape {tuple(leaf.shape)}. Keep the leading client axis."
-            )
-            assert name not in shapes or leaf.shape[1:] == shapes[name], (
-                f"Expected the upload's {name!r} to have the parameter's shape "
-                f"{tuple(shapes[name])} for each client, but got {tuple(leaf.shape[1:])}. Upload "
-                "it under another name."
-            )
-        for (*_, name), _ in items(received):
-            assert name not in parameter_split.personal, (
-                f"Expected {name!r} to stay with the clients, as it is personal, but the server "
-                "sends it. Leave it out of `init_server` or `download`."
-            )
-        sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
-        for name, overridden, declared, held in (
-            ("upload", _overrides(method, "upload_nbytes"), round.bytes_up, sum(sizes)),
-            ("download", _overrides(method, "download_nbytes"), round.bytes_down, nbytes(received)),
-        ):
-            # A method may declare fewer bytes than its trees have, never more.
-            assert declared <= held if overridden else declared == held, (
-                f"Expected the {name} of a client to count {'at most ' if overridden else ''}the "
-                f"{held} bytes of its tree, but got {declared}. Correct `{name}_nbytes`."
-            )
+    method, rounds = run.federation.method, run.recorder.rounds
+    for round in rounds:
+        _require_shared(round, run.federation.parameter_split)
+        _require_declared_bytes(round, method)
     # A method may send nothing in some rounds; rounds with equal phases send trees of one kind.
     kinds: dict[tuple[str, ...], dict[str, Any]] = {}
-    for round in (round for round in run.recorder.rounds if round.uploads):
+    for round in (round for round in rounds if round.uploads):
         plan = tuple(phase.name for phase in method.phases(round.number))
         kind = _kinds(round.uploads or {})
         assert (before := kinds.setdefault(plan, kind)) == kind, (
@@ -306,12 +279,51 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
             f"but got {kind} in round {round.number} after {before}. Return one kind of upload "
             "from `client_final`, or name the phases differently."
         )
-    clients, between = len(round.info), round.bytes_exchanged
-    for direction, each in (("up", round.bytes_up), ("down", round.bytes_down)):
+    last = rounds[-1]
+    clients, between = len(last.info), last.bytes_exchanged
+    for direction, each in (("up", last.bytes_up), ("down", last.bytes_down)):
         logged = run.metrics[f"round/bytes_{direction}"]
         assert logged == each * clients + between, (
             f"Expected `round/bytes_{direction}` to be {each} bytes for each of {clients} clients "
             f"and {between} between them, but got {logged:.0f}. Don't log under that name."
+        )
+
+
+def _require_shared(round: Round, parameter_split: ParameterSplit) -> None:
+    """Require that uploads have a row for each client and, as what is sent, nothing personal."""
+    shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
+    for (*_, name), leaf in items(round.uploads or {}):
+        assert name not in parameter_split.personal, (
+            f"Expected {name!r} to stay with the client, as it is personal, but it is in the "
+            "upload. Leave it out of what `client_final` returns."
+        )
+        assert leaf.shape[0] == len(round.info), (
+            f"Expected a row for each of the {len(round.info)} clients, but {name!r} of the "
+            f"upload has the shape {tuple(leaf.shape)}. Keep the leading client axis."
+        )
+        assert name not in shapes or leaf.shape[1:] == shapes[name], (
+            f"Expected the upload's {name!r} to have the parameter's shape "
+            f"{tuple(shapes[name])} for each client, but got {tuple(leaf.shape[1:])}. Upload "
+            "it under another name."
+        )
+    for (*_, name), _ in items(round.received or {}):
+        assert name not in parameter_split.personal, (
+            f"Expected {name!r} to stay with the clients, as it is personal, but the server "
+            "sends it. Leave it out of `init_server` or `download`."
+        )
+
+
+def _require_declared_bytes(round: Round, method: Method) -> None:
+    """Require that trees have the bytes that are counted; a method may declare fewer, not more."""
+    sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(round.uploads or {})]
+    received = nbytes(round.received or {})
+    for name, overridden, declared, held in (
+        ("upload", _overrides(method, "upload_nbytes"), round.bytes_up, sum(sizes)),
+        ("download", _overrides(method, "download_nbytes"), round.bytes_down, received),
+    ):
+        assert declared <= held if overridden else declared == held, (
+            f"Expected the {name} of a client to count {'at most ' if overridden else ''}the "
+            f"{held} bytes of its tree, but got {declared}. Correct `{name}_nbytes`."
         )
 
 
