@@ -386,6 +386,10 @@ class ModuleAtStart:
         for split, before in zip(self._splits, self._models, strict=False):
             module = split.module
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            kinds = {name: (leaf.shape, leaf.dtype) for name, leaf in tensors.items()}
+            for name, old in before.items():
+                if kinds.get(name) != (old.shape, old.dtype):
+                    raise _changed(module, name, "replaced")
             pairs = {name: (tensors[name].detach(), old) for name, old in before.items()}
             # One wait for a device. A NaN isn't equal to itself, so a difference is looked at.
             if pairs and torch.stack([now.eq(old).all() for now, old in pairs.values()]).all():

@@ -222,6 +222,15 @@ def test_what_a_hook_of_the_module_writes_is_refused(hook: str) -> None:
         trainer(FedAvg(), max_epochs=2).fit(module, points(), points())
 
 
+@pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(2), torch.tensor(0), None])
+def test_a_buffer_of_another_kind_is_refused_by_name(other: Tensor | None) -> None:
+    module = Watching()
+    hook = "on_train_epoch_end"
+    setattr(module, hook, lambda: setattr(module, "seen", other))
+    with pytest.raises(MisconfigurationException, match="but `seen` was replaced in a later hook"):
+        trainer(FedAvg(), max_epochs=2).fit(module, points(), points())
+
+
 @pytest.mark.parametrize("hook", LATER)
 def test_what_a_hook_puts_back_or_writes_elsewhere_is_not(hook: str) -> None:
     def swap(module: Any) -> None:
