@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.draws import mix_number, random_keys, with_starts
-from lightning_pfl.core.randomness import seeded
+from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
@@ -63,7 +63,7 @@ class ClientRandomness:
         self.drew: bool | None = None
         self.moved = False
         self.draws_elsewhere: bool | None = None
-        self._phase = 0
+        self._phase = self._updates = 0
         self._rows: dict[int, Sequence[Tensor]] = {}
         self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         # Of a whole step: by the minibatch's number its key, on the host and among the arguments.
@@ -80,7 +80,7 @@ class ClientRandomness:
 
     def begin(self, phase: int) -> None:
         """Begin a phase, by its number."""
-        self._phase = phase
+        self._phase, self._updates = phase, 0
         self._rows.clear()
 
     def key(self, number: int) -> Tensor:
@@ -128,6 +128,11 @@ class ClientRandomness:
     def replacing(self) -> AbstractContextManager[None]:
         """Replace random functions inside a ``with`` block, if their names are all that counts."""
         return self.program.drawing_by_name() if self.source == "names" else nullcontext()
+
+    def of_optimizer(self) -> AbstractContextManager[None]:
+        """Seed the global generators for a step of an optimizer that may draw, as one for noise."""
+        self._updates += 1
+        return seeded(derive(self._first, "optimizer", self._updates), everything=True)
 
     @contextmanager
     def of(

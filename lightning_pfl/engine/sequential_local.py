@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_pfl.engine.logs import ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import Featured, samples_of
 from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
 from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
+from lightning_pfl.engine.optimizer_options import why_not_elementwise
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import split_draws
@@ -269,8 +270,7 @@ class SequentialLocalStep:
     def train(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
         """Step the optimizer on the gradient; in Lightning's own loop if the module needs it."""
         if self.loop is None or self.bound is None:
-            grads = self.grad(model, batch)
-            return self.optimizer.update(model, self._ready(grads, "model")) if grads else model
+            return self.update(model, self.grad(model, batch))
         if self.travel is not None:
             self.travel.step()
         model, end = self.bound.bind(model), len(batch) - 1
@@ -573,10 +573,17 @@ class SequentialLocalStep:
         if self.loop is not None and self.bound is not None:
             model = self.bound.bind(model)
             self.bound.set_gradients(select(grads, self.optimizer.names))
-            self.loop.apply(*self.last, slot)
+            with self.random.of_optimizer():
+                self.loop.apply(*self.last, slot)
             self.bound.keep(model)
             return model
-        return self.optimizer.update(model, grads, slot)
+        with self.random.of_optimizer() if self._optimizer_draws else nullcontext():
+            return self.optimizer.update(model, grads, slot)
+
+    @cached_property
+    def _optimizer_draws(self) -> bool:
+        """Whether the optimizer may draw random numbers: torch's own don't."""
+        return why_not_elementwise(self.template) is not None
 
     def _ready(self, grads: Model, slot: str) -> Model:
         """Count the step, and clip its gradient; Lightning's own loop clips by itself."""
