@@ -389,8 +389,9 @@ class SequentialEngine:
         if not self.checks.recordable:
             self.traces.enter(None)
             return
-        # The first client shows whether its steps write to attributes.
-        recordable = alone and self.deterministic is not None
+        # The first client shows whether its steps write to attributes. In Lightning's own loop
+        # hooks may, too, and what was read of settings is another client's.
+        recordable = alone and self.deterministic is not None and self.loop is None
         recordable &= program.augment is None and program.hooks is None
         context = (active.trainable, program, self.settings_in(number, any_epoch=True))
         self.traces.enter(context if recordable else None)
@@ -529,7 +530,7 @@ class SequentialEngine:
     def _joins(self, work: LocalWork, number: int, phase: Phase) -> bool:
         """Whether minibatches of a phase are joined; within the modes of the phase."""
         # Code that isn't known may set attributes, on which it depends.
-        if number not in self._joined or not self.checks.known:
+        if number not in self._joined or not self.checks.known or self.loop is not None:
             self._joined[number] = self._adds_up(work, phase)
         return self._joined[number]
 

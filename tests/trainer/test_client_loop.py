@@ -11,13 +11,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, FedProx, FedRep
+from lightning_pfl.methods import SCAFFOLD, FedAvg, FedMAP, FedPer, FedProx, FedRep
 from lightning_pfl.testing.fitting import fit as federate
 from lightning_pfl.testing.fitting import quiet
 from tests.trainer.plain import QUIET, Regression, fields, fit, require_plain
@@ -686,3 +687,24 @@ def test_heads_are_tuned_by_the_modules_own_steps(kind: type[Regression]) -> Non
         plain.fit(alone, DataLoader(TensorDataset(*fields()), batch_size=2))
     for name, leaf in alone.state_dict().items():
         torch.testing.assert_close(tuned[name], leaf, rtol=1e-6, atol=1e-8)
+
+
+class WeightedByBatch(Regression):
+    """A hook on a batch sets what the loss reads."""
+
+    weight = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 + batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self(batch[0]), batch[1]) * self.weight
+
+
+def test_losses_behind_training_read_what_a_hook_has_set_for_this_client() -> None:
+    """FedMAP measures a client's loss after training, with the weight of its last minibatch."""
+    data, servers = sized(1, 5, 4), []
+    for engine in ("reference", "sequential", "auto"):
+        servers.append(federate(FedMAP(), data, WeightedByBatch(), 3, engine).server)
+    for server in servers[1:]:
+        torch.testing.assert_close(server, servers[0], rtol=1e-9, atol=1e-12)
