@@ -65,6 +65,24 @@ def instructions(code: CodeType) -> list[tuple[str, Any]]:
     return [one for one in found if one[0] not in SILENT]
 
 
+@cache
+def read_of_first(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes that code reads of its first argument and of nothing else."""
+    if not code.co_argcount:
+        return frozenset()
+    first, found, others, is_next = code.co_varnames[0], set[str](), set[str](), False
+    for one in dis.get_instructions(code):
+        # Python 3.13 and later have instructions for two locals, of which the second is on top.
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        if one.opname.startswith(("STORE_FAST", "DELETE_FAST")) and first in names:
+            return frozenset()
+        if one.opname in ATTRIBUTES:
+            # A jump to it may come with another object.
+            (found if is_next and not one.is_jump_target else others).add(one.argval)
+        is_next = one.opname.startswith("LOAD_FAST") and names[-1] == first
+    return frozenset(found - others)
+
+
 def may_write(kind: str, name: Any) -> bool:
     """Whether an instruction may change a list, a dict or an object that is at hand."""
     in_place = kind == "BINARY_OP" and name in IN_PLACE

@@ -27,6 +27,7 @@ from lightning_pfl.engine.instructions import (
     codes_in,
     instructions,
     may_write,
+    read_of_first,
 )
 from lightning_pfl.engine.known_values import HARMLESS, held_by, is_constant
 from lightning_pfl.engine.operators import replaced_functions
@@ -235,6 +236,10 @@ class CodeReader:
         # Lists, dicts and objects that are read, and whether code may write to any.
         self._held: list[Any] = []
         self._writes = False
+        # Attributes that no layer has, with the methods that read them of `self`, and functions
+        # that are called with other first arguments.
+        self._absent: list[tuple[FunctionType, str]] = []
+        self._unbound: set[FunctionType] = set()
 
     def step(self, name: str) -> None:
         """Read a step."""
@@ -252,7 +257,18 @@ class CodeReader:
                 self._attribute(called)
         if self._held:
             self._require_unwritten()
+        self._require_layers_alone()
         self._require_arithmetic()
+
+    def _require_layers_alone(self) -> None:
+        """Require that what reads an attribute that no layer has is called with layers alone.
+
+        Then it is an error where code comes to it, and no layer's code otherwise.
+        """
+        named = any(isinstance(one, type) and one in self._kinds for one in self.read.values())
+        for function, name in self._absent:
+            if named or function in self._unbound:
+                unknown(f"it reads an attribute {name!r}")
 
     def _require_arithmetic(self) -> None:
         """Require that code doesn't compute by Python's functions where it reads the round.
@@ -349,13 +365,15 @@ class CodeReader:
 
     def _of_class(self, kind: type, name: str) -> None:
         """Require an attribute of a class to be a known function, or a number."""
-        value = self.read[kind, name] = vars(kind)[name]
+        value, bound = vars(kind)[name], issubclass(kind, nn.Module)
+        self.read[kind, name] = value
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
+            bound = False
         elif isinstance(value, property):
             value = value.fget
         if isinstance(value, FunctionType):
-            self._function(value)
+            self._function(value, bound)
         elif not is_constant(value):
             unknown(f"{name!r} is a {type(value).__name__}")
 
@@ -391,8 +409,15 @@ class CodeReader:
 
     # --- functions ---
 
-    def _function(self, function: FunctionType) -> None:
-        """Require a function of a user's to read its arguments and known names alone."""
+    def _function(self, function: FunctionType, bound: bool = False) -> None:
+        """Require a function of a user's to read its arguments and known names alone.
+
+        Args:
+            function: The function.
+            bound: Whether it is found as a method of layers, the first argument of which is one.
+        """
+        if not bound:
+            self._unbound.add(function)
         if function in self._seen:
             return
         self._seen.add(function)
@@ -404,8 +429,11 @@ class CodeReader:
         self.read[function, "__code__"] = function.__code__
         self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
         self._closure(function)
+        of_first = read_of_first(function.__code__) if bound else frozenset[str]()
+        absent = {name for name in of_first if not any(_has(part, name) for part in self._own)}
         for code in codes_in(function.__code__):
-            self._code(function, instructions(code))
+            outer = code is function.__code__
+            self._code(function, instructions(code), absent if outer else set())
 
     def _closure(self, function: FunctionType) -> None:
         """Require the variables around a function to be numbers or known functions, which stay."""
@@ -423,7 +451,7 @@ class CodeReader:
                 if kind in ("STORE_DEREF", "DELETE_DEREF") and name in names:
                     unknown(f"{function.__qualname__} changes {name!r} around it")
 
-    def _code(self, function: FunctionType, code: list[tuple[str, Any]]) -> None:
+    def _code(self, function: FunctionType, code: list[tuple[str, Any]], absent: set[str]) -> None:
         # This package's own code has no lists, dicts and objects of a user's.
         at, ours = 0, package_of(function) == "lightning_pfl"
         while at < len(code):
@@ -436,8 +464,13 @@ class CodeReader:
                 at = self._hparams(code, at)
             elif kind in ATTRIBUTES and name == "trainer":
                 at = self._trainer(code, at)
+            elif kind in ATTRIBUTES and name in absent:
+                self._absent.append((function, name))
             elif kind in ATTRIBUTES:
                 self._attribute(name)
+            elif kind == "LOAD_DEREF" and name == "__class__":
+                if code[at + 1][0] != "LOAD_SUPER_ATTR":  # which is Python's for `super()`
+                    unknown(f"{function.__qualname__} reads '__class__'")
             elif not kind.startswith(COMPUTING):
                 unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
 

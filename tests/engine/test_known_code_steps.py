@@ -29,6 +29,7 @@ from tests.engine.users_steps import (
     UNKNOWN,
     BecomesUnknown,
     ComparesNumber,
+    HasOneOfTwo,
     Logs,
     Plain,
     ReadsAttribute,
@@ -38,6 +39,7 @@ from tests.engine.users_steps import (
     nothing,
     set_list_late,
     set_logs,
+    set_other_head,
     set_scale,
     set_scale_or_list,
     with_unknown_layer,
@@ -217,12 +219,14 @@ def test_steps_that_may_read_more_are_taken(
 
 @ENGINES
 @pytest.mark.parametrize("often", [False, True], ids=["rounds", "clients"])
-def test_a_step_is_recorded_while_it_is_known(often: bool, together: bool) -> None:
-    options = {"change": set_scale_or_list, "often": often}
-    recorded, plain = (
-        train(BecomesUnknown, together, limit=limit, **options)  # type: ignore[arg-type]
-        for limit in (99, 0)
-    )
+@pytest.mark.parametrize(
+    ("make", "change"), [(BecomesUnknown, set_scale_or_list), (HasOneOfTwo, set_other_head)]
+)
+def test_a_step_is_recorded_while_it_is_known(
+    make: Any, change: Any, often: bool, together: bool
+) -> None:
+    options = {"change": change, "often": often}
+    recorded, plain = (train(make, together, limit=limit, **options) for limit in (99, 0))
     assert replays(recorded) > 5
     assert_same(recorded, plain)
 

@@ -256,6 +256,108 @@ def test_code_that_may_change_import_or_catch_something_is_refused(body: str) ->
         read_by_step(network(body))
 
 
+ABSENT = [
+    "return self.absent(x) if self.gain > 5 else x",
+    "y = x; return self.absent.weight * y if self.gain > 5 else x",
+    "return self.absent @ x if self.gain > 5 else x @ self.absent",
+    "return x if self.gain < 5 else F.relu(self.absent)",
+    """
+    if self.gain > 5:
+        for layer in self.absent:
+            x = layer(x)
+    return super().forward(x)
+    """,
+]
+OF_OTHERS = [
+    "return x.absent if self.gain > 5 else x",
+    "return (x if x.dim() > 5 else self).absent",
+    "return (self if x.dim() > 5 else x).absent",
+    "self = x; return self.absent",
+    "for self in x:\n    x = self.absent\nreturn x",
+    "with x as self:\n    return self.absent",
+    "del self; return self.absent",
+    "return [self.absent for self in x]",
+    "return (lambda self: self.absent)(x)",
+    "return self.absent * x.absent",
+    "return __class__.read(x, self.absent)",
+    "return Net.forward(x, self.absent)",
+    "return super(Net, x).forward(self.absent)",
+]
+
+
+@pytest.mark.parametrize("body", ABSENT)
+def test_attributes_that_no_layer_has_are_errors_where_code_comes_to_them(body: str) -> None:
+    one = network(body)
+    read_by_step(one)
+    layer: Any = one.get_submodule("backbone.0")
+    layer.absent = [object()]  # as a hook may set later
+    with pytest.raises(UnknownCodeError, match="'absent'"):
+        read_by_step(one)
+
+
+@pytest.mark.parametrize("body", OF_OTHERS)
+def test_attributes_of_what_may_be_no_layer_are_refused(body: str) -> None:
+    with pytest.raises(UnknownCodeError, match=r"'absent'|'__class__'"):
+        read_by_step(network(body))
+
+
+def reads_absent(self: Any, x: Tensor) -> Tensor:
+    return self.absent  # type: ignore[no-any-return]
+
+
+class Mixed:
+    """May be a base class of samples, too."""
+
+    bent = reads_absent
+
+
+class Layer(Base):
+    bent = reads_absent
+
+
+class WithProperty(Base):
+    bent = property(reads_absent)  # type: ignore[arg-type]
+
+
+class Static(Base):
+    bent = staticmethod(reads_absent)
+
+
+class OfClass(Base):
+    bent = classmethod(reads_absent)
+
+
+class Handed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return reads_absent(x, self.bent(x))
+
+
+class MixedIn(Mixed, Base):
+    pass
+
+
+def calls_bent(self: Any, x: Tensor) -> Tensor:
+    return self.bent(x) if self.gain > 5 else x
+
+
+@pytest.mark.parametrize("kind", [Layer, WithProperty])
+def test_functions_whose_first_argument_is_a_layer(
+    kind: type[Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "forward", calls_bent)
+    read_by_step(PersonalizedModule(nn.Sequential(kind()), nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize("kind", [Static, OfClass, Handed, MixedIn])
+def test_functions_whose_first_argument_may_be_another(
+    kind: type[Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind is not Handed:
+        monkeypatch.setattr(kind, "forward", calls_bent)
+    with pytest.raises(UnknownCodeError, match="'absent'"):
+        read_by_step(PersonalizedModule(nn.Sequential(kind()), nn.Linear(4, 2)))
+
+
 @newer
 def test_generic_classes() -> None:
     read_by_step(network("return x * SCALE", "class Net[T](Base)"))

@@ -89,6 +89,17 @@ class ReadsAttribute(Plain):
         return loss * self.scale * self.weights[0]
 
 
+class HasOneOfTwo(ReadsAttribute):
+    """Reads a layer that it has only with another setting."""
+
+    other_head: Any
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        if self.scale < 0:
+            loss = loss + self.other_head(self.others).sum()
+        return super().scaled(loss)
+
+
 class ReadsHparam(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.hparams.scale * self.hparams["scale"]  # type: ignore[no-any-return]
@@ -534,6 +545,7 @@ class HandsTheEpochOn(Plain):
 
 
 HONEST: list[Any] = [
+    (HasOneOfTwo, set_scale),
     (LogsEpoch, nothing),
     (Warms, nothing),
     (Anneals, nothing),
@@ -847,6 +859,20 @@ def set_scale_or_list(module: Any, number: int) -> None:
         module.scale.append(5.0)
     else:
         module.scale = 1.0 + number % 2
+
+
+def unknown_head(x: Tensor) -> Tensor:
+    return x * GAINS[-1]
+
+
+def set_other_head(module: Any, number: int) -> None:
+    """Set what `HasOneOfTwo` reads with another setting, for a while, and an unknown function."""
+    if number == 2:
+        module.scale, module.others, module.other_head = -1.0, torch.ones(1), unknown_head
+    elif number == 9:
+        del module.others, module.other_head
+        module.scale = 1.0
+    GAINS.append(1.0 + 0.1 * number)
 
 
 class Unknown(nn.Module):
