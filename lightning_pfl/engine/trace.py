@@ -331,6 +331,9 @@ class Traces(Repeated[Recording]):
                     signature.append(describe(arg, leaves))
         except TypeError:  # a minibatch with an object of the user's
             return self._really(function, args)
+        # Operators in place, as replays call them, don't differentiate.
+        if any(leaf.requires_grad for leaf in leaves):
+            return self._really(function, args)
         return self._take(tuple(signature), function, args, leaves)
 
     def _really(self, function: Function, given: Any) -> Any:
