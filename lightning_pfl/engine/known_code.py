@@ -209,7 +209,6 @@ class CodeReader:
 
     def __init__(self, module: nn.Module, metrics: bool) -> None:
         self.module = module
-        self.read: Read = {}
         parts = dict(module.named_modules())
         # By all of their names.
         every = dict(module.named_modules(remove_duplicate=False))
@@ -232,6 +231,11 @@ class CodeReader:
         self._own = [part for part in plain if part is module or not is_torchs(part)]
         kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
         self._kinds = [kind for kind in kinds if package_of(kind) not in FRAMEWORKS]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing read."""
+        self.read: Read = {}
         self._seen: set[Any] = set()
         # Lists, dicts and objects that are read, and whether code may write to any.
         self._held: list[Any] = []

@@ -60,11 +60,10 @@ class _ItemReader(CodeReader):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.names = dataset, set[str]()
-        self.read = {}
         kinds = [kind for kind in type(dataset).__mro__ if package_of(kind) not in FRAMEWORKS]
         self._kinds, self._own, self._layers = kinds, [dataset], []
         self._hidden, self._metrics = set(), set()
-        self._seen, self._held, self._writes = set(), [], False
+        self._begin()
 
     def item(self) -> None:
         """Read the code."""
@@ -80,6 +79,7 @@ class _ItemReader(CodeReader):
             {(one, "__getitem__"): vars(one).get("__getitem__") for one in self._kinds}
         )
         self._function(function)
+        self._require_layers_alone()
 
     def _attribute(self, name: str) -> None:
         self.names.add(name)
