@@ -416,6 +416,8 @@ def out_variant(operator: Any) -> tuple[Any, str]:
 @cache
 def in_place_variant(operator: Any) -> Any:
     """Return an operator's variant that changes its first argument; None if there is none."""
+    if operator is aten.mul.Scalar:  # whose own one rounds the number to 16 bits before
+        return aten.mul_.Tensor
     packet = getattr(aten, f"{operator.overloadpacket.__name__}_", None)
     if operator.namespace != "aten" or packet is None:
         return None

@@ -16,7 +16,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine import replay, trace
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.in_place import Buffers
-from lightning_pfl.engine.recording import NotRecordableError
+from lightning_pfl.engine.recording import KEPT, NotRecordableError
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedRep, LpProj
@@ -460,3 +460,21 @@ def test_a_recording_is_checked_on_arguments_with_gaps() -> None:
                                   [6 * scale, 14 * scale]]  # fmt: skip
     assert traces.enabled
     assert traces.used == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_recording_rounds_numbers_in_16_bits_as_the_step_does(dtype: torch.dtype) -> None:
+    """Label smoothing multiplies by numbers, which torch's operator in place rounds before."""
+
+    def smoothed(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels, label_smoothing=0.1)
+
+    def drawn() -> list[Tensor]:
+        return [torch.randn(4, 3).to(dtype), torch.randint(3, (4,))]
+
+    torch.manual_seed(0)
+    given = drawn()
+    _, recording = replay.record(smoothed, tuple(given), given, Buffers(KEPT))
+    for _ in range(100):
+        given = drawn()
+        assert torch.equal(recording(given), smoothed(*given))
