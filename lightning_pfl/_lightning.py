@@ -17,7 +17,12 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
@@ -199,6 +204,11 @@ class ClientHooks:
         """Whether anything overrides the hook."""
         return bool(self.callbacks) or self.on_module
 
+    @property
+    def may_write(self) -> bool:
+        """Whether any may change what the module's steps read, unlike bars and checkpoints."""
+        return self.on_module or not all(_only_reads(one, self.name) for one in self.callbacks)
+
     def __call__(self, *args: Any) -> Any:
         """Fire the hook, and return the result of the module's."""
         if not self:
@@ -214,6 +224,16 @@ class ClientHooks:
         return (
             _call_lightning_module_hook(self.trainer, self.name, *args) if self.on_module else None
         )
+
+
+def _only_reads(callback: Any, name: str) -> bool:
+    """Whether a callback's hook is a progress bar's, or a checkpoint's that writes none there."""
+    kind = type(callback)
+    if name in vars(callback):
+        return False
+    if kind is ModelCheckpoint:
+        return callback._every_n_train_steps < 1 and callback._train_time_interval is None
+    return kind in (TQDMProgressBar, RichProgressBar)
 
 
 def overrides(instance: object, name: str, parent: type) -> bool:

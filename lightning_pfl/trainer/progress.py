@@ -101,13 +101,12 @@ class ClientProgress:
         self.held: tuple[ClientBatch, ClientOutputs | None] | None = None
 
     def finished(self, positions: list[int], losses: Callable[[], Tensor] | None = None) -> bool:
-        """Fire the hooks of clients that an engine has finished; whether there are any."""
-        hooked = self.live and bool(self.start or self.end)
-        if hooked:
+        """Fire the hooks of clients that an engine has finished; whether they may write."""
+        if self.live and (self.start or self.end):
             put_generators_back()
         if self.live:
             self._take(positions, losses)
-        return hooked
+        return self.live and (self.start.may_write or self.end.may_write)
 
     def finish(self, losses: Tensor | None = None) -> None:
         """Fire the hooks of clients that the engine didn't report.

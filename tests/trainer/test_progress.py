@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -10,10 +11,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pfl.data import FederatedLoaders
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import fit
 from lightning_pfl.trainer.progress import ClientBatch, ClientOutputs
@@ -138,3 +145,45 @@ def test_hooks_draw_numbers_of_their_own(engine: str, make: Any) -> None:
     expected = [(python.random(), float(numpy.randn())) for _ in callback.drawn]
     assert callback.drawn == expected
     assert len(expected) == 3 * rounds * clients
+
+
+class Bar(TQDMProgressBar):
+    """May do anything, as a class of a user's."""
+
+
+def bar_with_a_function() -> TQDMProgressBar:
+    bar = TQDMProgressBar()
+    bar.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+    return bar
+
+
+@pytest.mark.parametrize(
+    ("make", "reads_alone"),
+    [
+        (TQDMProgressBar, True),
+        (RichProgressBar, True),
+        (ModelCheckpoint, True),
+        (lambda: ModelCheckpoint(every_n_train_steps=1), False),
+        (lambda: ModelCheckpoint(train_time_interval=timedelta(hours=1)), False),
+        (Bar, False),
+        (bar_with_a_function, False),
+        (Watching, False),
+    ],
+)
+def test_code_is_read_again_after_hooks_that_may_change_it(
+    make: Any, reads_alone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Once for each of 4 clients: a bar, and checkpoints of whole rounds, write to no module."""
+    found: list[Checks] = []
+
+    def look(self: Checks, *_: Any) -> None:
+        found.append(self)
+
+    monkeypatch.setattr(Checks, "look_after_hooks", look)
+    run = trainer(
+        engine="sequential", max_epochs=1, callbacks=[make()], default_root_dir=tmp_path,
+        enable_progress_bar=True,
+        enable_checkpointing=True, limit_val_batches=0,
+    )  # fmt: skip
+    run.fit(Quadratic(), points((1, 2, 1, 2)), points())
+    assert len(found) == (0 if reads_alone else 4)
