@@ -299,11 +299,11 @@ def test_the_page_names_every_call_from_a_round_to_a_clients_step() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     named = re.findall(r"^\d+\. `\w+\.(\w+)` \(`(?:\w+/)*(\w+\.py)`", page, re.MULTILINE)
     named = [f"{file}: {name}" for name, file in named]
-    assert len(named) == 11
+    assert len(named) == 12
     begin = Traced.calls.index(named[0])
     # The last one is the optimizer's own step, which torch wraps.
-    assert Traced.calls[begin : begin + 11] == named
-    assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 11 :])
+    assert Traced.calls[begin : begin + 12] == named
+    assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 12 :])
 
 
 def test_logged_means_are_those_of_accepted_clients() -> None:
