@@ -74,12 +74,13 @@ def read_of_first(code: CodeType) -> frozenset[str]:
     for one in dis.get_instructions(code):
         # Python 3.13 and later have instructions for two locals, of which the second is on top.
         names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        if one.opname.startswith(("STORE_FAST", "DELETE_FAST")) and first in names:
+        written = names[:1] if "LOAD_FAST" in one.opname else names  # STORE_FAST_LOAD_FAST
+        if one.opname.startswith(("STORE_FAST", "DELETE_FAST")) and first in written:
             return frozenset()
         if one.opname in ATTRIBUTES:
             # A jump to it may come with another object.
             (found if is_next and not one.is_jump_target else others).add(one.argval)
-        is_next = one.opname.startswith("LOAD_FAST") and names[-1] == first
+        is_next = "LOAD_FAST" in one.opname and names[-1] == first
     return frozenset(found - others)
 
 
