@@ -425,7 +425,11 @@ class Method(FederatedCallback):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Update the server with accepted uploads ``(clients, ...)``; default: weighted mean."""
+        """Update the server with accepted uploads ``(clients, ...)``; default: weighted mean.
+
+        What it draws from global generators, of torch, Python and NumPy, follows from the run's
+        seed and the round alone.
+        """
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
 
     # --- a server that trains, after its update ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -32,10 +33,12 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.contract.returned import require_same_tree
+from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import require_public
+from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import (
@@ -409,7 +412,12 @@ class FederatedLoop(FitLoop):
         if not len(info):
             return before, ""
         with self.trainer.profiler.profile("aggregation"):
-            server = require_same_tree(before, method.server_update(before, uploads, info), method)
+            # A user's method may draw: the same numbers in a resumed run and in all processes.
+            key = derive(federation.seed, "server update", round.number)
+            draws = nullcontext() if is_ours(method) else seeded(key, everything=True)
+            with draws:
+                server = method.server_update(before, uploads, info)
+            server = require_same_tree(before, server, method)
             if method.server_phases(round.number):
                 server = train_server(federation, server, uploads, info, self._public_data())
             if refused := federation.refuse_step(server, verdict):

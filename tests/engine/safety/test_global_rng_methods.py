@@ -17,10 +17,10 @@ from lightning_pfl.testing import fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
 from tests.engine.nets import cnn, image_clients
 
-DRAWS: dict[str, Callable[[], object]] = {
+DRAWS: dict[str, Callable[[], Any]] = {
     "torch's": lambda: torch.rand(()),
     "Python's": random.random,
-    "NumPy's": lambda: np.random.rand(1),
+    "NumPy's": np.random.rand,
 }
 
 
@@ -77,3 +77,41 @@ def test_a_method_that_draws_by_keys_is_not(dropout: float) -> None:
         found.append(run.server["model"])
     assert_trees_equal(found[0], found[1])
     assert_trees_close(found[0], found[2])
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+class NoisyServer(FedAvg):
+    """Adds a number of each global generator to the server's model, and remembers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, ...]] = []
+
+    def server_update(self, server: Tree, uploads: Tree, info: Any) -> Tree:
+        new = super().server_update(server, uploads, info)
+        self.drawn.append(tuple(float(draw()) for draw in DRAWS.values()))
+        noise = sum(self.drawn[-1]) / 100
+        return {**new, "model": {name: leaf + noise for name, leaf in new["model"].items()}}
+
+
+def test_a_server_draws_the_numbers_of_its_seed_and_round() -> None:
+    """Whatever the generators are at, which stay there: in a resumed run and in every process."""
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        module, method = cnn(), NoisyServer()
+        seed_all(seed)
+        server = fit(method, image_clients(), module, 3, "sequential").server["model"]
+        runs.append((method.drawn, server))
+        left = [float(draw()) for draw in DRAWS.values()]
+        seed_all(seed)
+        assert left == [float(draw()) for draw in DRAWS.values()]
+    (drawn, server), (again, other) = runs
+    assert len(set(drawn)) == 3
+    assert drawn == again
+    assert_trees_equal(server, other)
