@@ -407,7 +407,7 @@ def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
             want,
             f"Expected two runs of one seed to end with the same {what}, but got others. Draw "
             "random numbers by `client.noise` or with a key of `core.randomness.derive`, not from "
-            "torch's global generator.",
+            "a generator of the method's own.",
         )
     # By more than rounding, to which equal uploads with other weights would lead.
     assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items()), (

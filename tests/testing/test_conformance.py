@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSplit
@@ -89,14 +90,19 @@ class WritesToWhatItReceived(Method):
         return super().client_init(received, client_state, info)
 
 
-class UsesTheGlobalGenerator(Method):
+class UsesItsOwnGenerator(Method):
     """Draws from a generator that depends on what ran before."""
+
+    generator = torch.Generator()
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         noisy = tmap(
-            lambda leaf: leaf + torch.randn(()) if leaf.is_floating_point() else leaf, uploads
+            lambda leaf: leaf + self._draw() if leaf.is_floating_point() else leaf, uploads
         )
         return super().server_update(server, noisy, info)
+
+    def _draw(self) -> Tensor:
+        return torch.randn((), generator=self.generator)
 
 
 class HidesState(Method):
@@ -303,7 +309,7 @@ CASES: list[tuple[Callable[[], Method], Callable[..., None], str]] = [
         "a client changed it in place",
     ),
     (
-        UsesTheGlobalGenerator,
+        UsesItsOwnGenerator,
         conformance.check_seed_decides,
         "Expected two runs of one seed to end with the same server's tree",
     ),
