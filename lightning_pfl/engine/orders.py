@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_pfl.core.draws import GOLDEN, mix
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.steps import order_key
 
 LAST = (1 << 63) - 1
 """A hash that no sample comes behind."""
@@ -23,8 +22,13 @@ MOST = 2**15
 
 
 def round_key(seed: int, stream: str, round: int) -> int:
-    """Derive the key of all orders of one round."""
+    """Derive the key of all orders of samples in memory in one round."""
     return derive(seed, "orders", stream, round)
+
+
+def loader_key(seed: int, stream: str, round: int, client: int, epoch: int) -> int:
+    """Derive the key that seeds a DataLoader's order of a client's samples in one epoch."""
+    return derive(seed, "order", stream, round, client, epoch)
 
 
 def order_keys(key: int, clients: Tensor, epochs: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ class CohortOrders:
 
     def key(self, client: int, epoch: int) -> int:
         """Return the key that seeds a DataLoader's epoch."""
-        return order_key(*self._stream, client, epoch)
+        return loader_key(*self._stream, client, epoch)
 
     def of(self, client: int, epoch: int) -> Tensor:
         """Return the order of a client's samples in an epoch, int64 ``(samples,)``."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import DropLast, FederatedDataset, FederatedTensorDataset
 from lightning_pfl.methods.base import PerClient, Phase
@@ -289,8 +288,3 @@ class Unread:
 
 for _operator in set(dir(int)) - set(dir(object)):
     setattr(Unread, _operator, Unread._refuse)
-
-
-def order_key(seed: int, stream: str, round: int, client: int, epoch: int) -> int:
-    """Derive the key of a client's order of samples in one epoch of one round."""
-    return derive(seed, "order", stream, round, client, epoch)

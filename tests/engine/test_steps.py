@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
-from lightning_pfl.engine.orders import round_key
+from lightning_pfl.engine.orders import loader_key, round_key
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -20,7 +20,6 @@ from lightning_pfl.engine.steps import (
     Unread,
     count_steps,
     epoch_minibatches,
-    order_key,
     step_bounds,
 )
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
@@ -78,7 +77,7 @@ def test_limits(limits: Limits, expected: int) -> None:
 
 def test_the_key_of_a_loaders_epoch_is_documented() -> None:
     digest = hashlib.blake2b(b"5/order/local/2/7/1", digest_size=8).digest()
-    assert order_key(5, "local", 2, 7, 1) == int.from_bytes(digest, "little") >> 1
+    assert loader_key(5, "local", 2, 7, 1) == int.from_bytes(digest, "little") >> 1
 
 
 def make(

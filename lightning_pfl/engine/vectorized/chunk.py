@@ -22,9 +22,9 @@ from lightning_pfl.engine.fingerprint import Same, of_object
 from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.optimizer_options import options_of, rates_of
-from lightning_pfl.engine.orders import round_key
+from lightning_pfl.engine.orders import loader_key, round_key
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
-from lightning_pfl.engine.steps import order_key, phase_budget, phase_limits, split_draws
+from lightning_pfl.engine.steps import phase_budget, phase_limits, split_draws
 from lightning_pfl.engine.trace import Repeated
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE
@@ -122,7 +122,7 @@ class Chunk:
                 survey.pads,
                 first_epochs,
             )
-        key = partial(order_key, *stream)
+        key = partial(loader_key, *stream)
         return LoaderBatches(data, self.clients, budget, limits, key, self.device, first_epochs)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
