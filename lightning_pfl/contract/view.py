@@ -76,7 +76,7 @@ under ``vmap``, so it must not use other tensors that differ between clients.
 """
 
 
-def require_losses(losses: Tensor | None, loss: Tensor | None = None) -> Tensor:
+def require_losses(losses: Tensor | None, loss: Tensor | None) -> Tensor:
     """Return the samples' losses, or raise without them.
 
     Args:

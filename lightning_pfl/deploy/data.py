@@ -129,7 +129,7 @@ def read_labels(found: Any, samples: int, what: str) -> list[int]:
 
 
 def counted_dataset(
-    names: Sequence[str], counts: Sequence[Counts], labels: Sequence[Sequence[int]] | None = None
+    names: Sequence[str], counts: Sequence[Counts], labels: Sequence[Sequence[int]] | None
 ) -> FederatedDataset:
     """Make a split without samples, of which a run can count minibatches and steps.
 

@@ -46,7 +46,7 @@ class StatesOnDisk(ClientStateStore):
         names: tuple[str, ...],
         row: Tree,
         initial: Callable[[Tensor], Tree],
-        device: torch.device | str = "cpu",
+        device: torch.device | str,
     ) -> None:
         super().__init__(row, 0, device)
         self.folder, self.names, self.initial = folder, names, initial

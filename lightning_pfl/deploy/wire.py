@@ -195,17 +195,14 @@ def read_form(packet: Packet, prefix: str, form: Form, clients: int) -> Tree:
     return unflatten(((path, read_leaf(packet, path)) for path in form), prefix)
 
 
-def read_numbers(
-    values: object, clients: int, what: str, largest: float, missing: bool = True
-) -> list[float]:
-    """Read one number per client.
+def read_numbers(values: object, clients: int, what: str, largest: float) -> list[float]:
+    """Read one number per client; NaN stands for no value.
 
     Args:
         values: What arrived.
         clients: How many numbers are expected.
         what: Their name, for the reason.
         largest: The largest absolute value.
-        missing: Whether NaN may stand for no value.
 
     Raises:
         PacketError: If they are of another kind or number, or too large.
@@ -215,9 +212,7 @@ def read_numbers(
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise PacketError(f"{what!r} holds a {type(value).__name__}")
-        if value != value and missing:
-            continue
-        if not abs(value) <= largest:
+        if value == value and not abs(value) <= largest:
             raise PacketError(f"{what!r} holds {value}, which is not within {largest}")
     return [float(value) for value in values]
 

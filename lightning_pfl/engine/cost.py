@@ -162,7 +162,7 @@ def batching_pays(
 def evaluating_pays(
     operations: float,
     load: Load,
-    replayed: bool = False,
+    replayed: bool,
     convolutions: float = 0.0,
     shared: float = 0.0,
     copied: bool = False,

@@ -53,9 +53,7 @@ class PrefixCache:
         used: Whether the last phase used the cache.
     """
 
-    def __init__(
-        self, parameter_split: ParameterSplit, enabled: bool = True, alone: bool = False
-    ) -> None:
+    def __init__(self, parameter_split: ParameterSplit, enabled: bool, alone: bool = False) -> None:
         self.parameter_split, self.enabled, self.alone = parameter_split, enabled, alone
         self.used = False
         backbone = getattr(parameter_split.module, "backbone", None)

@@ -72,7 +72,7 @@ class ClientMinibatches:
         limits: Limits,
         device: torch.device,
         first_epoch: int,
-        join: bool = False,
+        join: bool,
     ) -> None:
         self.data = data = orders.data
         self.client, self.limits, self.device = client, limits, device

@@ -34,7 +34,7 @@ class Adaptation(Method):
         step: One step on a batch; None for the user's optimizer.
     """
 
-    def __init__(self, step: Step | None = None) -> None:
+    def __init__(self, step: Step | None) -> None:
         super().__init__(weighting="uniform")
         self.step = step or super().client_step
 

@@ -316,9 +316,7 @@ def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
     return map_items(like, saved)
 
 
-def check_structure(
-    saved: Mapping[str, Any], structure: Mapping[str, Tensor], joined: int = 0
-) -> None:
+def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor], joined: int) -> None:
     """Require equal relations between clients, on which server and client states depend.
 
     Args:

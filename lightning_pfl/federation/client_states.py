@@ -215,11 +215,11 @@ class ClientStateStore:
             self.tree = self.own()
             self.complete = False
 
-    def own_ids(self, first: int | None = None) -> Tensor:
-        """Return the ids of this process's clients, ascending, among the first ones or all."""
+    def own_ids(self) -> Tensor:
+        """Return the ids of this process's clients, ascending."""
         if self.ranks.size == 1:
-            return torch.arange(self.num_clients if first is None else first)
-        return (self.owners[:first] == self.ranks.rank).nonzero().flatten()
+            return torch.arange(self.num_clients)
+        return (self.owners == self.ranks.rank).nonzero().flatten()
 
     def _held(self, clients: Tensor) -> Tensor:
         """Find the rows of some clients in this process, on the host."""

@@ -53,7 +53,7 @@ def learners(
     data: FederatedDataset,
     phases: tuple[Phase, ...],
     limit: str,
-    consequence: str = "are never sampled",
+    consequence: str,
 ) -> Tensor:
     """Find the clients with a minibatch to train on, int64 ``(learners,)``; warn of others.
 

@@ -127,7 +127,6 @@ class Comparison:
     ) -> None:
         self.metric, self.rounds, self.baselines = metric, rounds, baselines
         self.larger_is_better = higher_is_better(metric)
-        self._runs = list(runs)
         self._all_groups = group_runs(runs, self._counts)
         counted = [group for group in self._all_groups if group.runs]
         self.groups = sorted(counted, key=lambda group: (group.data_label, -self.score(group)))

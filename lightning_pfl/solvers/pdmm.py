@@ -64,7 +64,7 @@ def thresholds(pairs: Pairs, weight: float, step: Step) -> Tensor:
 
 
 def proximal_term(
-    view: View, incoming: Tensor | None, penalty: float, proximal: float = 0.0
+    view: View, incoming: Tensor | None, penalty: float, proximal: float
 ) -> tuple[Tensor, Tensor]:
     r"""Compute the term :math:`\frac{c}{2}\lVert x - b \rVert^2` of an x-update.
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 
-def leaf_files(folder: Path, prefix: str = "all_data") -> list[Path]:
-    """List a folder's JSON files with a prefix, sorted by the numbers in their names.
+def leaf_files(folder: Path) -> list[Path]:
+    """List a folder's JSON files of all data, sorted by the numbers in their names.
 
     LEAF numbers its files without leading zeros: ``all_data_2`` comes before ``all_data_10``.
     """
@@ -19,7 +19,7 @@ def leaf_files(folder: Path, prefix: str = "all_data") -> list[Path]:
         parts = re.split(r"(\d+)", path.name)
         return [int(part) if part.isdigit() else part for part in parts]
 
-    return sorted(folder.glob(f"{prefix}*.json"), key=order)
+    return sorted(folder.glob("all_data*.json"), key=order)
 
 
 def read_leaf_file(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:

@@ -252,7 +252,7 @@ def numeric_column(values: Sequence[Any], name: str) -> Tensor:
 
 
 def encode_labels(
-    columns: Sequence[Sequence[Any]], name: str, classes: Sequence[str] | None = None
+    columns: Sequence[Sequence[Any]], name: str, classes: Sequence[str] | None
 ) -> list[npt.NDArray[Any]]:
     """Turn the label columns of the splits into int64 classes or float32 targets.
 
