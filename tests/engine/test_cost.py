@@ -33,7 +33,7 @@ from lightning_pfl.engine.cost import (
     batching_pays,
     evaluating_pays,
 )
-from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product
+from lightning_pfl.engine.operators import has_onednn, onednn_product
 from lightning_pfl.engine.probe import OperationCounter, Probe, Problem
 from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
@@ -44,7 +44,7 @@ from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
-from tests.engine.nets import CLASSES, image_clients
+from tests.engine.nets import CLASSES, Ran, image_clients
 from tests.trainer.setting import trainer
 
 
@@ -185,20 +185,6 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
 
 
-class Called(OperatorMode):
-    """Notes the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def calls_of(extra: nn.Module, monkeypatch: pytest.MonkeyPatch) -> float:
     """Count the operators of a step, in a network with a layer more."""
     seen: list[float] = []
@@ -225,10 +211,10 @@ def test_operators_of_a_step_are_counted_without_views(monkeypatch: pytest.Monke
 def test_a_mask_is_counted_as_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a cast, a product and a quotient, of which the last two are there backward, too."""
     (row,) = with_starts(torch.zeros(1, dtype=torch.int64))
-    with Called() as called:
+    with (ran := Ran()):
         Draws(row).at_least(0.5, (4, 6), torch.float64)
     views = ("select", "view")
-    drawn = [name for name in called.names if name.split(".")[1] not in views]
+    drawn = [name for name in ran.operators if name.split(".")[1] not in views]
     assert len(drawn) > 10
     without = calls_of(nn.Identity(), monkeypatch)
     assert calls_of(nn.Dropout(), monkeypatch) == without + len(drawn) + 5

@@ -19,11 +19,7 @@ from tests.engine.test_known_code_evaluations import evaluate
 from tests.engine.test_known_code_steps import ENGINES, ROUNDS, assert_same, replays, train
 from tests.engine.users_steps import LogsEpoch, Plain, ReadsEpoch, Turns, Warms
 
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record at the second call, so that short tests replay."""
-    monkeypatch.setattr(trace, "WARM_UP", 1)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def in_round(number: int) -> tuple[Noted, Any]:

@@ -18,7 +18,6 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from lightning_pfl.engine import trace
 from lightning_pfl.methods import Ditto, FedAvg, FedMAP, FedRep, PFedMe
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.fitting import Fit, fit
@@ -32,10 +31,7 @@ from tests.engine.users_steps import Plain
 SIZES = 8, 0, 10, 13
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record at the second call, so that short tests replay."""
-    monkeypatch.setattr(trace, "WARM_UP", 1)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 class Measured(Plain):

@@ -32,11 +32,7 @@ from lightning_pfl.testing.rounds import (
 )
 from tests.engine.nets import CLASSES, Ran, cnn, image_clients
 
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record at the second call, so that short tests replay."""
-    monkeypatch.setattr(trace, "WARM_UP", 1)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def run(method: Method, module: Any, limit: int = 99, **options: Any) -> LocalRound:

@@ -37,10 +37,7 @@ SIZES = (9, 0, 12, 13, 8)
 WIDTH, ROUNDS = 64, 4
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record at the second call, so that short tests replay."""
-    monkeypatch.setattr(trace, "WARM_UP", 1)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def replays(engine: Any) -> int:

@@ -26,10 +26,7 @@ from tests.engine.nets import cnn, image_clients
 SIZES = (8, 0, 13, 12)
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record at the second call, so that short tests replay."""
-    monkeypatch.setattr(trace, "WARM_UP", 1)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def rounds(

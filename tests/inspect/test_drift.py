@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pfl.inspect import DriftMonitor
@@ -30,6 +29,7 @@ from tests.callbacks.setting import (
     trainer,
 )
 from tests.inspect.board import Board
+from tests.trainer.setting import SaveInsideTheRound
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 
@@ -164,16 +164,6 @@ def test_tensorboard_has_the_cohort_as_a_histogram(tmp_path: Path) -> None:
     assert board.histograms("drift/norm")[1].max == pytest.approx(
         float(run.callback_metrics["drift/norm/max"]), rel=1e-5
     )
-
-
-class SaveInsideTheRound(Callback):
-    """Writes a checkpoint between the validation and the end of the round."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def test_a_run_resumed_inside_a_round_logs_its_drift(tmp_path: Path) -> None:

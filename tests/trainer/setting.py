@@ -7,10 +7,12 @@ c_k).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
@@ -122,3 +124,13 @@ def network(
     torch.manual_seed(seed)
     backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
     return kind(backbone, nn.Linear(8, 3), **{"lr": 0.1, "num_classes": 3, **kwargs})
+
+
+class SaveInsideTheRound(Callback):
+    """Writes a checkpoint between the validation and the end of the round."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)

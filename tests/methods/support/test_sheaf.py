@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pfl import ClientModules
@@ -20,7 +19,7 @@ from tests.federation.test_architectures import OF, loaders, modules
 from tests.methods.graphs import RAGGED
 from tests.methods.networks import plain_module
 from tests.methods.references.sheaf_laplacian import sheaf_laplacian
-from tests.trainer.setting import trainer
+from tests.trainer.setting import SaveInsideTheRound, trainer
 
 
 def one_architecture() -> Any:
@@ -74,16 +73,6 @@ def test_a_crowded_spectrum_is_no_obstacle() -> None:
     sheaf = SheafOfFederation(run.strategy.federation)
     assert 0.98 * 4 < sheaf.largest_eigenvalue() <= 4 * (1 + 1e-9)
     assert sheaf.largest_eigenvalue(100) == pytest.approx(4)
-
-
-class SaveInsideTheRound(Callback):
-    """Writes a checkpoint between the validation and the end of the round."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def test_a_run_resumed_inside_a_round_logs_what_was_measured(tmp_path: Path) -> None:
