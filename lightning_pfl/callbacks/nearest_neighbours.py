@@ -127,7 +127,10 @@ class NearestNeighbours(FurtherEvaluation):
 
     def predict(self, outputs: Any, features: Any, own: Model) -> Tensor:
         """Mix one client's model with its neighbours' votes; see ``Method.predict``."""
-        votes = self._votes(features.flatten(1), own, outputs.shape[1])
+        features = features.flatten(1)
+        if not own["keys"].shape[1]:  # no client that is evaluated at once has samples
+            own = {**own, "keys": features[:0]}
+        votes = self._votes(features, own, outputs.shape[1])
         return mixed_logits(outputs, votes, own["share"])
 
     def _votes(self, features: Tensor, own: Model, classes: int) -> Tensor:

@@ -78,9 +78,11 @@ def test_matches_the_reference(engine: str, method: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_client_without_samples_uses_its_model(engine: str) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_client_without_samples_uses_its_model(engine: str, alone: bool) -> None:
     data = small_clients()
-    everybody = FederatedTensorDataset(data.fields, [torch.arange(4)] * 5, batch_size=2)
+    held = [torch.arange(4 if k == 1 or not alone else 0) for k in range(5)]
+    everybody = FederatedTensorDataset(data.fields, held, batch_size=2)
     run = fit(
         FedAvg(), data, small_module(), 1, engine, val_data=everybody,
         callbacks=[NearestNeighbours(2, 0.6)],
