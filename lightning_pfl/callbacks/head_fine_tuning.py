@@ -113,6 +113,7 @@ class HeadFineTuning(FurtherEvaluation):
         budget = budget_phase(epochs, steps, default_epochs=10)
         self.phase = replace(budget, train=scope, lr=lr, name="fine-tuning")
         self.scope, self.penalty, self.penalty_weight = scope, penalty, penalty_weight
+        self._from_best = False
         self._forget()
 
     # --- what users ask for -----------------------------------------------------------------------
@@ -135,6 +136,7 @@ class HeadFineTuning(FurtherEvaluation):
                 "Expected a trained or loaded federation, but got none. Call `trainer.fit` or "
                 "`trainer.test(ckpt_path=...)` first."
             )
+        self._forget_others(federation)
         state = federation.client_state_dict(client)
         model = self._models(federation, torch.tensor([federation.client_id(client)]))
         tuned = {name: leaf[0].detach().clone() for name, leaf in model.items()}
@@ -170,9 +172,17 @@ class HeadFineTuning(FurtherEvaluation):
         self._kept: ClientStateStore | None = None
         self._done = torch.zeros(0, dtype=torch.bool)
 
+    def _forget_others(self, federation: Federation) -> None:
+        """Clear models that began at those of the last round, which a fit's best ones replace."""
+        from_best = bool(federation.best) and not federation.fitting
+        if from_best != self._from_best:
+            self._forget()
+        self._from_best = from_best
+
     def begin(self, trainer: L.Trainer) -> tuple[Callable[[Tensor], Model], int, None]:
         """Return the function that fine-tunes clients, and how many train at once."""
         federation: Any = require_federation(trainer, self)
+        self._forget_others(federation)
         together = TRAINED_TOGETHER // max(self._allocate(federation), 1)
         return partial(self._models, federation), together, None
 

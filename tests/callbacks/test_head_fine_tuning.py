@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
+from lightning_pfl.callbacks import BestRound, HeadFineTuning, head_fine_tuning
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
@@ -247,12 +247,16 @@ class Decaying(type(split())):  # type: ignore[misc]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-@pytest.mark.parametrize("method", [FedAvg, FedRep])
+@pytest.mark.parametrize(("method", "best"), [(FedAvg, []), (FedRep, []), (FedRep, [BestRound])])
 @pytest.mark.parametrize("when", ["end", "evaluation"])
-def test_a_checkpoint_alone_gives_the_same_bits(method: Any, when: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_alone_gives_the_same_bits(
+    method: Any, best: Any, when: Any, tmp_path: Path
+) -> None:
     tuning = HeadFineTuning(epochs=2, when=when)
     data = Data(*(split for split in classes(shuffle=True)))
-    run = trainer(method(), tuning, max_epochs=2, participation=2)
+    # Here the first round is the better one.
+    chosen = [callback() for callback in best]
+    run = trainer(method(), tuning, *chosen, max_epochs=2, participation=2)
     run.fit(network(), datamodule=data)
     path = tmp_path / "run.ckpt"
     run.save_checkpoint(path)
