@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_pfl._lightning import log_at_end, remember_metrics
+from lightning_pfl._lightning import forget_metrics, log_at_end, remember_metrics
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.mixture import Prediction
@@ -115,6 +115,13 @@ class FurtherEvaluation(FederatedCallback):
         if self.when == "end" and trainer.state.fn == TrainerFn.FITTING:
             return {}
         return {self.prefix: self.evaluate(trainer, data, rows, clients, step)}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Drop the values of a fit's end that is no longer the last round."""
+        if self.when == "end":
+            require_federation(trainer, self).history.forget(self.prefix)
+            old = [name for name in trainer.callback_metrics if name.startswith(self.prefix)]
+            forget_metrics(trainer, old)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate after the last round, and log the results."""

@@ -509,9 +509,12 @@ class FederatedLoop(FitLoop):
         if self._restored is None or not self.done:
             super().run()
             return
-        # A run that was killed after its last round has no summary yet.
+        # A run that was killed after its last round has no summary yet, and no last evaluation.
         self.reset()
         self._summarize()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                callback.on_train_end(self.trainer, self.trainer.lightning_module)
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""

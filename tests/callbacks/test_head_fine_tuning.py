@@ -13,7 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_pfl.callbacks import BestRound, HeadFineTuning, head_fine_tuning
+from lightning_pfl.callbacks import (
+    BestRound,
+    HeadFineTuning,
+    NearestNeighbours,
+    head_fine_tuning,
+)
+from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
@@ -306,6 +312,51 @@ def test_a_resumed_run_ends_with_the_same_values(tmp_path: Path) -> None:
     assert "last10/ft/val_acc" in keys
     for key in keys:
         assert resumed.callback_metrics[key] == whole.callback_metrics[key]
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_fit_that_goes_on_ends_as_one_that_ran_through(rounds: int, tmp_path: Path) -> None:
+    def run(rounds: int, path: Path | None = None) -> Any:
+        trained = trainer(FedAvg(), HeadFineTuning(epochs=1), max_epochs=rounds, participation=2)
+        trained.fit(network(), *classes(shuffle=True), ckpt_path=path)
+        return trained
+
+    path, whole = tmp_path / "ended.ckpt", run(3)
+    run(rounds).save_checkpoint(path)
+    resumed = run(3, path)
+    found = resumed.callback_metrics
+    assert found["last10/ft/val_acc"] == found["ft/val_acc"]
+    assert {**found} == {**whole.callback_metrics}
+    assert resumed.strategy.federation.history.rounds == whole.strategy.federation.history.rounds
+
+
+class Killed(FederatedCallback):
+    """Saves a checkpoint at the end of the last round, and notes the values of each round's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen += "ft/val_acc" in trainer.callback_metrics
+        if trainer.current_epoch == trainer.max_epochs - 1:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_run_that_was_killed_after_its_last_round_is_evaluated_when_resumed(
+    tmp_path: Path,
+) -> None:
+    def run(rounds: int, path: Path | None = None) -> Any:
+        killed = Killed(tmp_path / f"{rounds}.ckpt")
+        callbacks = (HeadFineTuning(epochs=1), NearestNeighbours(), killed)
+        trained = trainer(FedAvg(), *callbacks, max_epochs=rounds)
+        trained.fit(network(), *classes(shuffle=True), ckpt_path=path)
+        return trained, killed
+
+    whole, resumed = run(2)[0], run(2, tmp_path / "2.ckpt")[0]
+    assert {"ft/val_acc", "last10/ft/val_acc", "knn/val_acc"} <= whole.callback_metrics.keys()
+    assert {**resumed.callback_metrics} == {**whole.callback_metrics}
+    resumed.save_checkpoint(tmp_path / "ended.ckpt")
+    assert not run(3, tmp_path / "ended.ckpt")[1].seen  # the former end's are no round's
 
 
 class Counting(nn.Sequential):
