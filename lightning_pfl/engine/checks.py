@@ -28,7 +28,7 @@ from lightning_pfl.engine.known_code import (
     reads_epoch,
     tensors_of,
 )
-from lightning_pfl.engine.recording import BY_VALUE
+from lightning_pfl.engine.recording import BY_VALUE, by_value
 from lightning_pfl.engine.trace import Repeated
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -145,7 +145,7 @@ def settings_of(module: nn.Module, read: Read | None, any_epoch: bool = False) -
         fingerprint(module),
         torch.get_default_dtype(),
         tuple(
-            (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
+            (Same(owner) if not isinstance(owner, str) else owner, name, _key(value))
             for (owner, name), value in (read or {}).items()
         ),
         numbers_of_trainer(module, read or {}, any_epoch),
@@ -158,8 +158,8 @@ def _promises(module: Any, step: str) -> bool:
     return is_unmodified(module) and getattr(type(module), step) is its_own
 
 
-def _by_value(value: Any) -> Any:
-    return (type(value), value) if isinstance(value, BY_VALUE) else Same(value)
+def _key(value: Any) -> Any:
+    return by_value(value) if isinstance(value, BY_VALUE) else Same(value)
 
 
 def is_ours(value: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pfl.engine.recording import BY_VALUE, flatten
+from lightning_pfl.engine.recording import BY_VALUE, by_value, flatten
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
 
 COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
@@ -79,7 +79,7 @@ def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH
         depth: How deep contents are followed.
     """
     if isinstance(value, BY_VALUE):
-        return value
+        return by_value(value)
     if isinstance(value, Tensor):
         return _tensor(value)
     held = _held(value)

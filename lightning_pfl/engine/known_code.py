@@ -227,6 +227,12 @@ class CodeReader:
         self._hidden = {part for name in found if name not in called for part in name.split(".")}
         self._metrics = {name.rpartition(".")[2] for name in called}
         self._hidden |= WALKS if found else set()
+        # What is set on a tensor isn't compared, nor what torch's layers have that isn't public.
+        for part in parts.values():
+            for place in (part._parameters, part._buffers, vars(part)):
+                for one in place.values():
+                    if isinstance(one, Tensor):
+                        self._hidden.update(vars(one))
         self._layers = [part for part in plain if is_torchs(part) and part is not module]
         self._own = [part for part in plain if part is module or not is_torchs(part)]
         kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
@@ -330,7 +336,8 @@ class CodeReader:
             self.read[Tensor, name] = None
         if name in self._metrics:
             self.read[Metric, name] = None
-        if name.startswith("__") or name in OUTSIDE or name in self._hidden:
+        private = name.startswith("_") and any(name in vars(layer) for layer in self._layers)
+        if private or name.startswith("__") or name in OUTSIDE or name in self._hidden:
             unknown(f"it reads an attribute {name!r}")
         for part in (*self._own, *self._layers):
             if isinstance(part, nn.Module) and type(vars(part).get(name)) is Tensor:

@@ -22,8 +22,15 @@ BY_VALUE = (bool, int, float, str, type(None))
 """Types of what recordings compare by its value: it holds no tensor, and never changes."""
 
 
+def by_value(value: Any) -> Any:
+    """Return a key for such a value, as ``1 == 1.0 == True`` and ``0.0 == -0.0``."""
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
     """Append the tensors of a tree of dicts, lists and tuples to a list; return its structure.
+
+    Trees of one structure differ in their tensors alone.
 
     Raises:
         TypeError: If it contains something else.
@@ -31,14 +38,14 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
     kind = type(tree)
     if kind is Tensor or isinstance(tree, Tensor):
         leaves.append(tree)
-        return None
+        return Tensor
     if kind is tuple or isinstance(tree, (list, tuple)):
-        return tuple([flatten(value, leaves) for value in tree])
+        return kind, tuple([flatten(value, leaves) for value in tree])
     if isinstance(tree, dict):
-        return tuple([(key, flatten(value, leaves)) for key, value in tree.items()])
+        return kind, tuple([(key, flatten(value, leaves)) for key, value in tree.items()])
     if not isinstance(tree, BY_VALUE):
         raise TypeError(f"a {type(tree).__name__} may hold tensors")
-    return tree
+    return by_value(tree)
 
 
 def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:

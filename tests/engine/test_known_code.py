@@ -389,6 +389,44 @@ def helped(x: Tensor) -> Tensor:
 helped.values = [1.0]  # type: ignore[attr-defined]
 
 
+class ReadsScale(nn.Module):
+    """Reads an attribute of its own and, of one name, of what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held, self.scale, self._scale = held, 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held.scale * self.scale  # type: ignore[no-any-return]
+
+
+class ReadsPrivate(ReadsScale):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held._scale * self._scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Parameter(torch.ones(1)), lambda: torch.ones(1)])
+def test_what_a_user_has_set_on_a_tensor(make: Any) -> None:
+    """Recordings don't compare it. A buffer is held elsewhere than an attribute."""
+    tensor = make()
+    layer, other = ReadsScale(tensor), ReadsScale(None)
+    other.register_buffer("one", tensor)
+    read_by_step(module(layer))
+    tensor.scale = 2.0
+    for one in (module(layer), module(other)):
+        with pytest.raises(UnknownCodeError, match="scale"):
+            read_by_step(one)
+
+
+def test_what_a_user_has_set_on_a_layer_of_torch() -> None:
+    """Recordings compare what isn't private."""
+    tanh = nn.Tanh()
+    tanh.scale, tanh._scale = 2.0, 2.0  # type: ignore[assignment]
+    read_by_step(module(ReadsScale(tanh)))
+    with pytest.raises(UnknownCodeError, match="_scale"):
+        read_by_step(module(ReadsPrivate(tanh)))
+
+
 def test_layers_of_inputs_and_attributes() -> None:
     inner = Clean()
     for layer in (Sum(), Outer(inner), nn.Linear(4, 4)):

@@ -277,6 +277,21 @@ def test_numbers_that_stay_in_tensors_are_replayed(function: Any) -> None:
         assert torch.equal(found(args), function(*args))
 
 
+def test_minibatches_of_other_types_have_recordings_of_their_own() -> None:
+    """Also those that Python holds for equal, and those that hold the same tensors elsewhere."""
+    traces = trace.Traces(enabled=True)
+    traces.begin_round(check=False, at_once=True)
+    traces.enter(())
+    batches = [
+        *((X, None), (None, X), [X, None], {0: X, 1: None}, ((0, X), (1, None))),
+        *((X, 1), (X, True), (X, 1.0), (X, 0), (X, False), (X, 0.0), (X, -0.0)),
+    ]
+    for by, batch in enumerate(batches):
+        for _ in range(3):  # the last one is neither recorded nor compared
+            assert torch.equal(traces.run(lambda _, by=by: X * by, batch), X * by)
+    assert traces.used == 2 * len(batches)
+
+
 def test_settings_that_change_in_each_round_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "CONTEXTS", 2)
     numbers = trace.Numbers()

@@ -28,6 +28,8 @@ CONTENTS = frozenset({"_parameters", "_buffers", "_modules", "log"})
 """Attributes that are replaced for a step: parameters, buffers and ``log``."""
 BOOKS = frozenset(vars(L.LightningModule()))
 """Attributes that Lightning sets on a LightningModule, which no step reads."""
+HPARAMS = frozenset({"_hparams", "_hparams_name", "_hparams_initial"})
+"""Those that ``save_hyperparameters`` sets."""
 
 
 def attributes(module: nn.Module, metrics: bool = True) -> Iterator[tuple[str, str, Any]]:
@@ -47,7 +49,7 @@ def attributes(module: nn.Module, metrics: bool = True) -> Iterator[tuple[str, s
         torch_owns = type(part).__module__.startswith("torch.")
         books = BOOKS if isinstance(part, L.LightningModule) else frozenset[str]()
         for key, value in list(vars(part).items()):
-            private = (torch_owns and key.startswith("_")) or key.startswith("_hparams")
+            private = (torch_owns and key.startswith("_")) or key in HPARAMS
             if key not in CONTENTS and key not in books and not private:
                 yield name, key, value
 

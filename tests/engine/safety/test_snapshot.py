@@ -122,12 +122,16 @@ class Change(Callback):
 
 
 class Sharper(nn.Module):
-    """Reads a number that no fingerprint sees."""
+    """Reads a number that no fingerprint sees, and one whose name begins like Lightning's."""
 
     strength: ClassVar[list[float]] = [1.0]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._hparams_strength = 1.0
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * Sharper.strength[0]
+        return x * Sharper.strength[0] * self._hparams_strength
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
@@ -144,6 +148,7 @@ class Unmarked(FedAvg):
 CHANGES: dict[str, Callable[[Any], None]] = {
     "loss": lambda m: setattr(m, "loss", squared),
     "layer": lambda m: m.backbone.__setitem__(3, nn.Sigmoid()),
+    "name": lambda m: setattr(m.backbone[0], "_hparams_strength", 3.0),
     "unseen": lambda m: Sharper.strength.__setitem__(0, 3.0),
 }
 
