@@ -149,15 +149,39 @@ class _NoNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        func = own_function(func)
-        makes = func in _MAKE_TENSORS and _holds_tensor([*args, *(kwargs or {}).values()])
-        if makes or func in _READ_NUMBERS:
+        func, given = own_function(func), [*args, *(kwargs or {}).values()]
+        if (
+            func in _READ_NUMBERS
+            or (func in _READ_LISTS and _holds_tensor(given))
+            or (func in _READ_INDICES and _holds_tensor(_lists_of_index(args[1])))
+            or (func in _READ_POSITIONS and sum(isinstance(one, Tensor) for one in given) > 1)
+        ):
             raise NotRecordableError(f"it reads numbers out of a tensor by {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
-_READ_NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__})
-_MAKE_TENSORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+_READ_NUMBERS = frozenset(
+    {
+        *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.apply_),
+        # By these torch.Tensor([...]) reads tensors in a list, and no function is called for it.
+        *(Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.__float__, Tensor.__complex__),
+        *(Tensor.map_, Tensor.map2_),
+    }
+)
+_READ_LISTS = frozenset(
+    {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new}
+)
+"""Functions that read the numbers of tensors in a list that they are given."""
+_READ_INDICES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+"""Functions that read those in a list that is an index."""
+_READ_POSITIONS = frozenset({torch.tensor_split, Tensor.tensor_split})
+"""Functions that read a second tensor past operators."""
+
+
+def _lists_of_index(index: Any) -> list[Any]:
+    """Return the lists in an index, a tuple of which has one for each dimension."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return [part for part in parts if isinstance(part, list)]
 
 
 def _holds_tensor(args: Any) -> bool:

@@ -108,6 +108,7 @@ def replays(line: str, held: Any = None) -> int:
     [
         ("loss.item()", 'self.log("train_loss", loss.item())', None),
         ("float(loss)", 'self.log("train_loss", float(loss))', None),
+        ("torch.Tensor([a, b])", "loss = loss * torch.Tensor([loss, 2.0]).mean()", None),
         (".tolist()", "losses.tolist()", None),
         (".numpy()", "losses.detach().numpy()", None),
         ("NumPy", "np.zeros(3)", None),
@@ -144,6 +145,7 @@ def test_what_keeps_a_step_from_being_replayed(named: str, line: str, held: Any)
         ('self.log("train_loss", loss)', None),
         ('self.log("train_loss", loss.detach())', None),
         ("loss = torch.where(losses > 1, losses, 0).sum()", None),
+        ("loss = torch.stack([loss, 2 * loss]).mean()", None),
         ("loss = loss * self.held['rate']", {"rate": 0.5}),
         ("loss = loss * self.held.rates[0].a", SimpleNamespace(rates=[SimpleNamespace(a=0.5)])),
         ("loss = loss * min(1.0, self.current_epoch / 10)", None),
