@@ -46,6 +46,7 @@ from lightning_pfl.engine.epoch import Epoch
 from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.fingerprint import Same, of_object
 from lightning_pfl.engine.large_operators import LargeOperators
+from lightning_pfl.engine.looped_local import LoopedLocalStep
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.noted_metrics import NotedMetrics, makes_calls, put_back
 from lightning_pfl.engine.optimizer import Recordings
@@ -313,7 +314,8 @@ class SequentialEngine:
     def _local_step(
         self, work: LocalWork, source: Source, watched: bool = False
     ) -> SequentialLocalStep:
-        return SequentialLocalStep(
+        make = SequentialLocalStep if self.loop is None else partial(LoopedLocalStep, self.loop)
+        return make(
             self.settings,
             self.parameter_split,
             self.program(getattr(work.data, "augment", None)),
@@ -321,7 +323,6 @@ class SequentialEngine:
             self.whole,
             self.optimizer_steps,
             self.prefix,
-            self.loop,
             work,
             source,
             self.checks.code_known,
@@ -469,8 +470,7 @@ class SequentialEngine:
             with (
                 restoring_once() if self.runs_known_code else nullcontext(),
                 self._leaving_no_trace(phase) if whole is None else nullcontext(),
-                local_step.keeping(before) as after,
-                local_step.in_loop(minibatches.per_epoch, after),
+                local_step.running(minibatches.per_epoch, before) as after,
                 naming_clients("client_step", names, info.index, info.round, missing),
             ):
                 steps = () if active.idle else minibatches

@@ -14,7 +14,6 @@ from torchmetrics import Metric
 from lightning_pfl.contract.records import LogOptions, SlotStates
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import noise
-from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, materialize, select
@@ -23,10 +22,8 @@ from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import (
     EngineSettings,
     LocalWork,
-    ModuleLoop,
     require_same_entries,
 )
-from lightning_pfl.engine.bound import BoundModule
 from lightning_pfl.engine.client_logs import LOSS, LogsOfSteps
 from lightning_pfl.engine.client_randomness import ClientRandomness, Source
 from lightning_pfl.engine.feature_cache import PrefixCache
@@ -73,7 +70,6 @@ class SequentialLocalStep:
         whole: Recordings of whole steps.
         optimizer_steps: Recordings of optimizers' steps; None to record none.
         prefix: The features that minibatches may have.
-        loop: Lightning's own loop, for modules with code inside a step; None for others.
         work: The client's work.
         source: What steps get to draw from.
         known: Whether the code of the module's step is known.
@@ -94,7 +90,6 @@ class SequentialLocalStep:
         whole: WholeSteps,
         optimizer_steps: Recordings | None,
         prefix: PrefixCache,
-        loop: ModuleLoop | None,
         work: LocalWork,
         source: Source,
         known: bool,
@@ -103,7 +98,7 @@ class SequentialLocalStep:
     ) -> None:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
-        self.loop, self.template = loop, work.optimizer
+        self.template = work.optimizer
         self.random = ClientRandomness(settings, program, whole, work, source, known, watched)
         self.noted = noted
         self.prefix = prefix
@@ -112,7 +107,6 @@ class SequentialLocalStep:
         self.metrics: dict[str, Metric] = {}
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
-        self.bound: BoundModule | None = None
 
     def begin(
         self,
@@ -231,10 +225,12 @@ class SequentialLocalStep:
             self.logs = logs
 
     @contextmanager
-    def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
-        """Begin a phase with these optimizer states, and yield a dict that ends with the new ones.
+    def running(self, per_epoch: int, before: SlotStates | None) -> Iterator[SlotStates | None]:
+        """Run a phase's steps, and yield a dict that ends with its optimizer's states.
 
-        None stands for fresh ones, which aren't kept.
+        Args:
+            per_epoch: Number of the client's minibatches in an epoch.
+            before: The states with which it begins; None for fresh ones, which aren't kept.
         """
         if before is None:
             yield None
@@ -242,70 +238,11 @@ class SequentialLocalStep:
         self.optimizer.load([before])
         after = dict(before)
         yield after
-        if self.loop is None:
-            after |= self.optimizer.states()[0]
-
-    @contextmanager
-    def in_loop(self, per_epoch: int, kept: SlotStates | None) -> Iterator[None]:
-        """Take a phase's steps in Lightning's own loop, if the module needs it.
-
-        Args:
-            per_epoch: Number of the client's minibatches in an epoch.
-            kept: The optimizers' states, replaced at the end; None for fresh ones.
-        """
-        active, accumulate = self.active, self.settings.accumulate
-        if self.loop is None or active.idle or active.phase.evaluate_only:
-            yield
-            return
-        self.steps_per_epoch = -(-per_epoch // accumulate)
-        changing = (*active.trainable, *active.buffers)
-        with self.loop.phase(active.trainable, active.phase.lr, per_epoch, kept):
-            self.bound = BoundModule(self.parameter_split.module, changing, self.program.throwaway)
-            try:
-                yield
-            finally:
-                self.bound.release()
-                self.bound = None
+        after |= self.optimizer.states()[0]
 
     def train(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
-        """Step the optimizer on the gradient; in Lightning's own loop if the module needs it."""
-        if self.loop is None or self.bound is None:
-            return self.update(model, self.grad(model, batch))
-        if self.travel is not None:
-            self.travel.step()
-        model, end = self.bound.bind(model), len(batch) - 1
-        within = self.step % self.steps_per_epoch
-        first, last = within * self.settings.accumulate, within + 1 == self.steps_per_epoch
-        for at, (number, minibatch) in enumerate(batch):
-            with self._looped(number, minibatch) as (ready, found):
-                found += [self.loop.run(ready, first + at, at < end, last and at == end)]
-        self._logged = True
-        self.bound.keep(model)
-        return model
-
-    def _gradient(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
-        """Compute the gradient in Lightning's own loop."""
-        assert self.loop is not None
-        assert self.bound is not None
-        model = self.bound.bind(model)
-        for number, minibatch in batch:
-            with self._looped(number, minibatch) as (ready, found):
-                found += [self.loop.gradient(ready, number)]
-            self.last = number, found[0]
-        self._logged = True
-        self.bound.keep(model)
-        return self.bound.gradients(self.active.trainable)
-
-    @contextmanager
-    def _looped(self, number: int, minibatch: Any) -> Iterator[tuple[Any, list[Tensor | None]]]:
-        """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
-        found: list[Tensor | None] = []
-        self.program.log.begin(minibatch)
-        with self._metrics_kept(self._logged), self.random.of(number, seeds_alone=True):
-            yield self.program.prepared(minibatch), found
-        logged = self.program.log.take()
-        if not self._logged:
-            self._log(*sorted_out(found[0], logged), batch_length(minibatch))
+        """Step the optimizer on the gradient."""
+        return self.update(model, self.grad(model, batch))
 
     def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
         self.metrics |= metrics
@@ -314,23 +251,6 @@ class SequentialLocalStep:
             values, metrics = made(calls, values, self.parameter_split.module)
             self.metrics |= metrics
         self.logs.add(values, size, None, self.program.log.reductions)
-
-    def _require_automatic(self, what: str) -> None:
-        if self.loop is not None and self.loop.manual:
-            raise MisconfigurationException(
-                f"Expected a module with automatic optimization, as {self.method} computes {what} "
-                f"itself, but {type(self.parameter_split.module).__name__} sets "
-                "automatic_optimization=False. Return the loss from `training_step`, or use a "
-                "method such as FedAvg, FedPer or FedRep, whose steps are the module's own."
-            )
-
-    def _require_loss(self, plain: bool) -> None:
-        if self.loop is not None and not plain:
-            raise MisconfigurationException(
-                f"Expected a module without code inside a step, as {self.method} differentiates "
-                f"more than its loss, but {self.loop.why}. Use a method that trains on the "
-                "module's loss alone."
-            )
 
     @property
     def _is_recorded(self) -> bool:
@@ -370,8 +290,6 @@ class SequentialLocalStep:
 
     def end_step(self) -> None:
         """End a step."""
-        if self.loop is not None and self.bound is not None:
-            self.loop.end_step()
 
     @property
     def lr(self) -> float:
@@ -389,10 +307,6 @@ class SequentialLocalStep:
         sample_data: Tree | None = None,
     ) -> Model:
         """Compute the gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
-        self._require_automatic("gradients")
-        if self.bound is not None:
-            self._require_loss(plain=not also and objective is None and weights is None)
-            return self._gradient(model, batch)
         materialize(model, self.active.buffers)
         model = shielded(model, self.parameter_split.buffers)
         known = self._given(model, self.active.trainable + also)
@@ -492,7 +406,6 @@ class SequentialLocalStep:
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
         """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
-        self._require_automatic("losses")
         given = self._given(self._unwritten(model), ())
         device = self.settings.device
         sums, samples = [], 0
@@ -525,7 +438,6 @@ class SequentialLocalStep:
         return self._observed(model, batch, "features")
 
     def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
-        self._require_automatic(what)
         one, plain = self._one(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in _plain(batch):
@@ -570,13 +482,6 @@ class SequentialLocalStep:
         if not grads:
             return model
         grads = self._ready(grads, slot)
-        if self.loop is not None and self.bound is not None:
-            model = self.bound.bind(model)
-            self.bound.set_gradients(select(grads, self.optimizer.names))
-            with self.random.of_optimizer():
-                self.loop.apply(*self.last, slot)
-            self.bound.keep(model)
-            return model
         with self.random.of_optimizer() if self._optimizer_draws else nullcontext():
             return self.optimizer.update(model, grads, slot)
 
@@ -586,11 +491,11 @@ class SequentialLocalStep:
         return why_not_elementwise(self.template) is not None
 
     def _ready(self, grads: Model, slot: str) -> Model:
-        """Count the step, and clip its gradient; Lightning's own loop clips by itself."""
+        """Count the step, and clip its gradient."""
         if self.travel is not None and slot == "model":
             self.travel.step()
         value, algorithm = self.settings.clip_value, self.settings.clip_algorithm
-        if not value or self.bound is not None:
+        if not value:
             return grads
         return clip(select(grads, self.optimizer.names), value, algorithm)
 
