@@ -355,12 +355,15 @@ class ModuleAtStart:
         # Others leave a module as it is.
         hooks = any(is_overridden(hook, module) for hook in HOOKS)
         self._hooked = hooks or not all(map(is_ours, callbacks))
-        self._models: list[Model] = []
-        self.renew()
+        self._models: list[Model] = [split.model() for split in splits] if self._hooked else []
 
     def renew(self) -> None:
         """Take the model as it is now for that with which a round begins."""
-        self._models = [split.model() for split in self._splits] if self._hooked else []
+        for split, model in zip(self._splits, self._models, strict=False):
+            module = split.module
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            for name, old in model.items():
+                old.copy_(tensors[name].detach())  # into the same memory, round after round
 
     def check(self) -> None:
         """Refuse what hooks have frozen, unfrozen or replaced, and what they have written.

@@ -518,6 +518,7 @@ class FederatedLoop(FitLoop):
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
+        self.module_at_start.check()  # later hooks may write: no round comes after them
         if self._left_out:
             raise RuntimeError(
                 "Expected a round that accepts a client, but all rounds of this fit left out all "

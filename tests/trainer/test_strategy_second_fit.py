@@ -206,20 +206,38 @@ LATER = (
 @pytest.mark.parametrize("hook", LATER)
 @pytest.mark.parametrize("name", ["w", "seen"])
 @pytest.mark.parametrize("method", [FedAvg, LocalOnly])
-def test_what_a_later_hook_writes_is_refused(method: Any, name: str, hook: str) -> None:
-    """Each round begins with the server's model, or with the clients' own."""
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_what_a_later_hook_writes_is_refused(
+    rounds: int, method: Any, name: str, hook: str
+) -> None:
+    """Each round begins with the server's model, or with the clients' own; the last one counts."""
     change = type("Once", (Writing,), {})(hook, add_to(name))
     match = f"as a round left it, but `{name}` was changed in a later hook"
     with pytest.raises(MisconfigurationException, match=match):
-        trainer(method(), max_epochs=2, callbacks=[change]).fit(Watching(), points(), points())
+        trainer(method(), max_epochs=rounds, callbacks=[change]).fit(
+            Watching(), points(), points()
+        )
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_train_epoch_end"])
-def test_what_a_hook_of_the_module_writes_is_refused(hook: str) -> None:
+def test_what_a_hook_of_the_module_writes_is_refused(hook: str, rounds: int) -> None:
     module = Watching()
     setattr(module, hook, lambda: module.seen.add_(1))
     with pytest.raises(MisconfigurationException, match="but `seen` was changed in a later hook"):
-        trainer(FedAvg(), max_epochs=2).fit(module, points(), points())
+        trainer(FedAvg(), max_epochs=rounds).fit(module, points(), points())
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown"])
+def test_what_is_written_after_the_last_round_stays(hook: str) -> None:
+    """Such as averaged weights, or those of the best checkpoint."""
+    change = type("Last", (Writing,), {})(hook, write)
+    module, data = Watching(), points()
+    run = trainer(FedAvg(), max_epochs=2, callbacks=[change])
+    run.fit(module, data, data)
+    assert module.w.tolist() == [7.0, 7.0]
+    with pytest.raises(MisconfigurationException, match="`w` was changed since, and this Trainer"):
+        run.test(module, data, verbose=False)
 
 
 @pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(2), torch.tensor(0), None])
