@@ -345,7 +345,7 @@ class SelectedEngine:
                 elif estimate is not None:
                     self._settle_at_once(work, engine, more=_counted(work, estimate))
                 else:
-                    again = "" if doubted else f" as in {finder}"
+                    again = "" if doubted else f", as in {finder}"
                     self._settle_at_once(work, engine, size, again)
                 return None
             reasons.append(f"{self._how(work, transform)}: {problem.reason}")

@@ -280,14 +280,14 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
             ["forward"],
             [],
             "vectorized",
-            "vectorized (vmap over the gradient, 4 at once as in the checkpoint's run)",
+            "vectorized (vmap over the gradient, 4 at once, as in the checkpoint's run)",
         ),
         (["forward", "grad"], [], "auto", "sequential (as in the checkpoint's run)"),
         (
             [],
             ["forward", "grad"],
             "auto",
-            "vectorized (vmap over the forward pass, 4 at once as in the checkpoint's run)",
+            "vectorized (vmap over the forward pass, 4 at once, as in the checkpoint's run)",
         ),
     ],
 )
@@ -359,7 +359,7 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
         choices.append(made.strategy.federation.engine.choices["training_step"])
     assert choices[0].startswith(first)
     taken = {
-        "vectorized": "vectorized (vmap over the forward pass, 4 at once as in another process)",
+        "vectorized": "vectorized (vmap over the forward pass, 4 at once, as in another process)",
         "sequential": "sequential (as in another process)",
     }
     assert choices[1] == taken[first.split()[0]]
