@@ -71,6 +71,9 @@ LOOK_AHEAD = 64
 # Progress of the current round, for a checkpoint written inside it. Before OPEN's end nothing of
 # it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
+ENDED = "ended"
+"""Callbacks and the module have seen the round's end; those that monitor its values haven't yet."""
+INSIDE = (TRAINED, VALIDATED, ENDED)
 STORING = "storing"
 """Some of the round counts, and some not yet: no checkpoint is written."""
 
@@ -253,8 +256,12 @@ class FederatedLoop(FitLoop):
             remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
         self._restored, self._left_out = None, ""
         self._uploads_are_read = self._find_readers()
+        self._count_rounds()
+
+    def _count_rounds(self) -> None:
+        """Count a round as finished once its stage is closed."""
         updates = self.epoch_loop.global_step
-        inside = self.stage in (TRAINED, VALIDATED)
+        inside = self.stage in INSIDE
         set_rounds(self, finished=updates - inside, begun=updates)
 
     def _find_readers(self) -> bool:
@@ -277,7 +284,7 @@ class FederatedLoop(FitLoop):
         self._check_reloaded(self.require_data())
         if self._learners is None:
             self.find_learners()
-        if self.stage in (TRAINED, VALIDATED):
+        if self.stage in INSIDE:
             return
         self.stage = OPEN
         self.epoch_progress.increment_ready()
@@ -486,11 +493,13 @@ class FederatedLoop(FitLoop):
     def on_advance_end(self) -> None:
         """End the round: callbacks, schedulers that use values, loggers."""
         trainer = self.trainer
-        if self.stage != VALIDATED:
+        if self.stage == TRAINED:
             step_schedulers(self, plateau=True)
         self.epoch_progress.increment_processed()
+        if self.stage != ENDED:
+            self.stage = ENDED
+            call_hooks(trainer, "on_train_epoch_end", monitoring=False)
         self.stage = CLOSED
-        call_hooks(trainer, "on_train_epoch_end", monitoring=False)
         call_hooks(trainer, "on_train_epoch_end", monitoring=True)
         # For the loggers alone: values of a run that callbacks see are the same each time.
         send_round(self, {"round/seconds": self._seconds} if self._seconds else {})
@@ -506,6 +515,8 @@ class FederatedLoop(FitLoop):
     def run(self) -> None:
         """Run the rounds that are left; where none is, report what the last ones had."""
         self.setup_data()
+        if self._restored is not None:
+            self._count_rounds()
         if self._restored is None or not self.done:
             super().run()
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.methods import LocalOnly
@@ -74,6 +74,37 @@ def test_a_run_without_checkpoints_says_that_it_is_lost(caplog: Any) -> None:
     with caplog.at_level(logging.INFO), pytest.raises(SystemExit):
         lost.fit(Quadratic(), points(), points())
     assert "after 2 rounds and isn't saved" in caplog.text
+
+
+class Saving(Callback):
+    """Saves a checkpoint at the end of each round, as a callback of a user's may."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+@pytest.mark.parametrize("killed", [0, 1, 3])
+def test_callbacks_that_monitor_values_see_the_round_of_a_checkpoint_written_before_them(
+    killed: int, tmp_path: Path
+) -> None:
+    def run(folder: Path, resume: Path | None = None) -> Any:
+        kept = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=-1)
+        # No round is better by so much than the first one: it is the last but three.
+        stopping = EarlyStopping("val_loss", min_delta=100.0, patience=3)
+        callbacks = [stopping, Saving(folder), kept]
+        run = trainer(LocalOnly(), max_epochs=6, callbacks=callbacks, enable_checkpointing=True)
+        run.fit(Quadratic(), points(), points(), ckpt_path=resume)
+        assert (run.current_epoch, stopping.wait_count, stopping.stopped_epoch) == (4, 3, 3)
+        return {Path(path).name: value for path, value in kept.best_k_models.items()}
+
+    whole = run(tmp_path / "whole")
+    assert whole.keys() == {f"epoch={round}.ckpt" for round in range(4)}
+    rest = run(tmp_path / "rest", tmp_path / "whole" / f"{killed}.ckpt")
+    assert rest == {name: whole[name] for name in list(whole)[killed:]}
 
 
 def test_a_run_that_was_killed_after_its_last_round_has_its_summary(tmp_path: Path) -> None:

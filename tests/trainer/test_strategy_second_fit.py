@@ -214,9 +214,7 @@ def test_what_a_later_hook_writes_is_refused(
     change = type("Once", (Writing,), {})(hook, add_to(name))
     match = f"as a round left it, but `{name}` was changed in a later hook"
     with pytest.raises(MisconfigurationException, match=match):
-        trainer(method(), max_epochs=rounds, callbacks=[change]).fit(
-            Watching(), points(), points()
-        )
+        trainer(method(), max_epochs=rounds, callbacks=[change]).fit(Watching(), points(), points())
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
