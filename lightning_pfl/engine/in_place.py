@@ -7,7 +7,6 @@ nothing else: of an MLP's 59 operators 30 are views.
 - A view of tensors in place is made when the program is, and so is what is computed from constants.
 - An operator writes to one of its arguments that isn't read again, if it does so entry by entry, or
   else to a buffer, which programs share and each uses again for what it computes later.
-- Gradients of slices are written to their places in what is summed of them (``slices.py``).
 - Other operators, for example those without a variant that writes to a given tensor, make new ones.
 
 The bits are those of the recorded step: the variants run the same kernels.
@@ -16,12 +15,12 @@ The bits are those of the recorded step: the variants run the same kernels.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from lightning_pfl.engine.recording import (
     KEPT,
@@ -39,7 +38,6 @@ from lightning_pfl.engine.recording import (
     source_of,
     written,
 )
-from lightning_pfl.engine.slices import sums_of_slices
 
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten._to_copy.default)
@@ -133,7 +131,6 @@ class _Program:
         space: What the program reads, by name: tensors that stay in place, constants, operators.
         placed: Names of the tensors among them.
         constant: Names of those that never change.
-        sums: Sums of gradients of slices, by name.
     """
 
     def __init__(
@@ -160,9 +157,6 @@ class _Program:
         self.arguments = [name for name in recorder.arguments if name not in given]
         wanted = [*(name for name, _ in targets), *self.results]
         self.calls = needed(map(recorder.at_once, recorder.calls), wanted)
-        sums = sums_of_slices(self.calls, {*self.changed, *wanted})
-        self.sums = {name: one for name, one in sums.items() if buffers.fit(self.tensors[name])}
-        self.calls = list(self._in_parts(self.calls))
         # With tensors of the module that no argument has; the user may change their numbers.
         self.placed = {*given, *(name for name in recorder.constants if name in self.tensors)}
         self.constant: set[str] = set()
@@ -180,17 +174,6 @@ class _Program:
                 return source if alike and self.roots[source] not in self.changed else name
         return name
 
-    def _in_parts(self, calls: Iterable[Call]) -> Iterator[Call]:
-        """Write gradients of slices to their places in what is summed of them."""
-        inner = {name for one in self.sums.values() for name in one.inner}
-        whole = {name: of for of, one in self.sums.items() for name in one.slices}
-        for call in calls:
-            name = call.makes[0]
-            if name in whole:
-                yield self.sums[whole[name]].writes(name, _place_of(name))
-            elif name not in inner:
-                yield call
-
     def _last_uses(self, wanted: Sequence[str]) -> dict[str, int]:
         """Return for each memory the number of the last call that reads or writes it."""
         last: dict[str, int] = {}
@@ -205,7 +188,6 @@ class _Program:
     def write(self) -> Callable[..., Any]:
         """Write the program."""
         for number, call in enumerate(self.calls):
-            self._make_room(call)
             if not self._is_made_once(number, call):
                 self._add(number, call)
             for root in {self.roots[name] for name in (*call.reads, *call.makes) if name != "_"}:
@@ -215,17 +197,6 @@ class _Program:
         self._copy_to_targets()
         result = source_of(self.result, iter(results), self.space)
         return compiled(written(self.arguments, self.lines, result), self.space)
-
-    def _make_room(self, call: Call) -> None:
-        """Make the tensor to which the gradients of slices are written, before the first one."""
-        for name, found in self.sums.items():
-            if name in self.placed or call.writes.isdisjoint(map(_place_of, found.slices)):
-                continue
-            like = self.tensors[name]
-            # Zeros that nothing else is written to stay.
-            self._place(name, self.buffers.take(name, like) if found.fills() else zeros_like(like))
-            for each, one in found.slices.items():
-                self._place(_place_of(each), one.of(self.space[name]))
 
     def _is_made_once(self, number: int, call: Call) -> bool:
         """Make what no replay changes: constants, and views of what stays in place."""
@@ -383,11 +354,6 @@ class _Program:
         for number, (name, target) in enumerate(moved):
             source = f"new_{name}" if name in read_first else name
             self._line(aten.copy_.default, f"t{number}, {source}", "_", {f"t{number}": target})
-
-
-def _place_of(name: str) -> str:
-    """Name the place of the gradient of a slice."""
-    return f"in_{name}"
 
 
 def _is_dense(tensor: Tensor) -> bool:

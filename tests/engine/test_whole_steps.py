@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from lightning_pfl.core.tree import Tree, expand, tmap
-from lightning_pfl.engine import slices, trace
+from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder
@@ -399,15 +399,10 @@ def test_gradients_of_slices_are_those_of_the_steps(method: Method) -> None:
 # --- programs -------------------------------------------------------------------------------------
 
 
-def row(gradient: Tensor, at: int, of: int = 4) -> Tensor:
+def row(gradient: Tensor, at: int) -> Tensor:
     """The gradient of a row."""
-    shape = [of, len(gradient)]
-    return cast(Tensor, torch.ops.aten.select_backward.default(gradient, shape, 0, at))
-
-
-def column(gradient: Tensor, at: int, dim: int = 1) -> Tensor:
-    """The gradient of a column."""
-    return cast(Tensor, torch.ops.aten.select_backward.default(gradient, [4, 4], dim, at))
+    found = torch.ops.aten.select_backward.default(gradient, [4, len(gradient)], 0, at)
+    return cast(Tensor, found)
 
 
 def rows(gradient: Tensor, begin: int, end: int) -> Tensor:
@@ -584,62 +579,6 @@ def test_memory_that_a_program_fills_is_where_its_result_is_to_be() -> None:
     assert torch.equal(new, x)
     assert buffers.count() == 0
     assert ran.operators == ["aten.copy_.default"]
-
-
-@pytest.mark.parametrize("attention", [True, False])
-def test_gradients_of_slices_are_written_side_by_side(attention: bool) -> None:
-    """Of all rows, or of two: no zeros are made or added, and -0 becomes 0, as in a sum."""
-    x = torch.tensor([[-0.0, 1.0], [2.0, -0.0], [-3.0, torch.nan]])
-
-    def function(x: Tensor) -> Tensor:
-        found = row(x[0] * 1, 0, 3) + row(x[1] * 1, 2, 3)
-        return (found + row(x[2] * 1, 1, 3) if attention else found) * 1
-
-    with (recorder := Recorder([x])):
-        expected = function(x)
-    replay = compile_in_place(recorder, {}, [], [expected], Buffers())
-    for _ in range(2):
-        with (ran := Ran()):
-            (found,) = replay(x)
-        assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
-        assert torch.equal(found.signbit(), expected.signbit())
-        assert ran.operators.count("aten.add.out") == 2 + attention
-        assert not any("backward" in name or "zero" in name for name in ran.operators)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b: row(a, 1) + row(b, 1),
-        lambda a, b: row(a, 1) + row(b, -3),
-        lambda a, b: (row(a, 0) + row(b, 1)) * row(a, 0),
-        lambda a, b: (one := row(a, 0)) + row(b, 1) - one,
-        lambda a, b: row(a, 0) + row(b, 1) + column(a, 2),
-        lambda a, b: column(a, 1) + column(b, 1, -1),
-        lambda a, b: torch.add(row(a, 0), row(b, 1), alpha=2),
-        lambda a, b: (row(a, 0) + row(b, 1)).view(16)[2:9] + 1,
-    ],
-)
-def test_sums_of_slices_that_share_entries_or_are_read(
-    function: Callable[[Tensor, Tensor], Tensor],
-) -> None:
-    a, b = torch.randn(4), torch.randn(4)
-    with (recorder := Recorder([a, b])):
-        expected = function(a, b) * 2
-    replay = compile_in_place(recorder, {}, [], [expected], Buffers())
-    for _ in range(2):
-        assert torch.equal(replay(a, b)[0], expected)
-
-
-def test_large_zeros_around_a_slice_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "KEPT", 5)
-    with (recorder := Recorder([x := torch.randn(2)])):
-        result = row(x, 1, 3) * 2
-    replay = compile_in_place(recorder, {}, [], [result], Buffers())
-    with (ran := Ran()):
-        (found,) = replay(x)
-    assert torch.equal(found, result)
-    assert "aten.select_backward.default" in ran.operators
 
 
 def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
