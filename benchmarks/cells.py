@@ -106,6 +106,7 @@ class Cell:
         apart: Distance of the two sides' models after the first round, see :data:`APART`.
         memory: Largest memory of a GPU, in MiB; 0 on a CPU, see :mod:`benchmarks.memory`.
         cuda_graphs: Whether the package's steps were CUDA graphs.
+        overlap: Whether its evaluations overlapped with training.
         precision: The package's; the loop is in single precision.
     """
 
@@ -124,6 +125,7 @@ class Cell:
     memory: int
     cuda_graphs: bool = False
     precision: str = SINGLE
+    overlap: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -296,6 +298,7 @@ def measure(
         torch.cuda.max_memory_allocated() // 2**20 if torch.cuda.is_initialized() else 0,
         settings.get("cuda_graphs", False),
         precision,
+        settings.get("overlap_evaluation", False),
     )
 
 

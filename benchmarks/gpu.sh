@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures and tests everything that needs a GPU, in under ten minutes on one card, and writes one JSON file.
 #   bash benchmarks/gpu.sh [--accelerator cpu] [FILE]
-# The cells are measured in single precision, with CUDA graphs, and in mixed precision (bf16). FILE is build/gpu.json by
+# The cells are measured in single precision, with CUDA graphs, with these and overlapped evaluations, and in mixed precision (bf16). FILE is build/gpu.json by
 # default; PYTHON names the interpreter. With `--accelerator cpu` it is a trial of the script without a GPU: the tests are
 # skipped, and one small cell is measured, without graphs.
 set -uo pipefail
@@ -39,11 +39,12 @@ measure() {
 timeout 240 "$PYTHON" -m pytest -m gpu -q "${WORKERS[@]}" --junitxml "$PARTS/tests.xml"
 TESTS=$?
 CELLS=0
-measure 150
+measure 130
 if [ "$ACCELERATOR" = gpu ]; then
-    measure 120 --cuda-graphs
+    measure 90 --cuda-graphs
+    measure 70 --cuda-graphs --overlap-evaluation
 fi
-measure 60 --precision bf16-mixed
+measure 50 --precision bf16-mixed
 "$PYTHON" - "$PARTS" "$FILE" "$TESTS" "$CELLS" <<'PYTHON_END'
 import json, sys
 from pathlib import Path

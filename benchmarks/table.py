@@ -133,9 +133,11 @@ def run_rounds(options: argparse.Namespace, results: Results) -> None:
         "onednn": not options.without_onednn,
         "chunk_size": options.chunk_size,
         "cuda_graphs": options.cuda_graphs,
+        "overlap_evaluation": options.overlap_evaluation,
         "precision": options.precision,
     }
     different = ["CUDA graphs"] if options.cuda_graphs else []
+    different += ["overlap"] if options.overlap_evaluation else []
     different += [options.precision] if options.precision != SINGLE else []
     for threads, *cell in wanted_cells(options):
         check = options.check and threads == options.threads[0]
@@ -311,7 +313,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         f"{cells.MOST}",
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--cuda-graphs", action="store_true", help="as of FederatedStrategy")
+    for flag in ("--cuda-graphs", "--overlap-evaluation"):
+        parser.add_argument(flag, action="store_true", help="as of FederatedStrategy")
     parser.add_argument(
         "--precision", choices=(SINGLE, "bf16-mixed"), default=SINGLE, help="the package's alone"
     )

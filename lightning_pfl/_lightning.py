@@ -441,14 +441,16 @@ def _send(
     at_end: tuple[str, ...],
     metrics: Mapping[str, Any],
     step: int | None = None,
+    round: int | None = None,
 ) -> None:
-    """Send values to the loggers as ``_LoggerConnector.log_metrics`` does."""
+    """Send values to the loggers as ``_LoggerConnector.log_metrics`` does, or those of a round."""
     trainer._logger_connector._logged_metrics.update(metrics)
     rows = convert_tensors_to_scalars(dict(metrics))
     curves = {name: value for name, value in rows.items() if not name.startswith(at_end)}
     if step is None:
-        step = int(rows.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
-        rows.setdefault("epoch", trainer.current_epoch)
+        now = trainer.fit_loop.epoch_loop._batches_that_stepped if round is None else round
+        step = int(rows.pop("step", now))
+        rows.setdefault("epoch", trainer.current_epoch if round is None else round)
     for logger in trainer.loggers if metrics else ():
         logger.log_metrics(curves if isinstance(logger, TensorBoardLogger) else rows, step)
         logger.save()
@@ -468,6 +470,30 @@ def forget_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
     for name in names:
         for values in kept:
             values.pop(name, None)
+
+
+def log_late(
+    trainer: L.Trainer,
+    values: Mapping[str, float],
+    prog_bar: Iterable[str],
+    logger: Iterable[str],
+    round: int,
+) -> None:
+    """Publish the values of a validation that has ended, and send them to the loggers.
+
+    Args:
+        trainer: The running Trainer.
+        values: Scalars by name.
+        prog_bar: Names that the progress bar shows.
+        logger: Names that go to the loggers.
+        round: The round that was validated, from 0: the loggers' step, and the epoch.
+    """
+    tensors = {name: torch.as_tensor(value) for name, value in values.items()}
+    remember_metrics(trainer, tensors)
+    connector = trainer._logger_connector
+    connector._progress_bar_metrics.update({name: values[name] for name in prog_bar})
+    send: Callable[..., None] = connector.log_metrics  # see `send_without_clutter`
+    send({name: tensors[name] for name in logger}, round=round)
 
 
 def log_at_end(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import begin_copies, send
 from lightning_pfl.core.tree import Model, Tree, rows
 
 SlotStates = dict[str, dict[str, dict[str, Any]]]
@@ -223,12 +224,27 @@ class Evaluation:
             at: Their positions, int64.
             clients: How many clients the result has.
         """
-        values = {
-            key: torch.full((clients,), torch.nan, dtype=found.dtype).index_copy(0, at, found.cpu())
-            for key, found in self.values.items()
-        }
-        counts = torch.zeros(clients, dtype=torch.int64).index_copy(0, at, self.counts.cpu())
-        return Evaluation(values, counts, self.options, orders=self.orders)
+
+        def spread(found: Tensor, gap: float) -> Tensor:
+            wide = found.new_full((clients,), gap)
+            return wide.index_copy(0, send(at, found.device), found)
+
+        values = {key: spread(found, torch.nan) for key, found in self.values.items()}
+        return Evaluation(values, spread(self.counts, 0), self.options, orders=self.orders)
+
+    def to_host(self) -> Callable[[], Evaluation]:
+        """Begin to copy the results to the host.
+
+        Returns:
+            A function that waits for them.
+        """
+        read = begin_copies([*self.values.values(), self.counts])
+
+        def arrived() -> Evaluation:
+            *values, counts = read()
+            return replace(self, values=dict(zip(self.values, values, strict=True)), counts=counts)
+
+        return arrived
 
 
 @dataclass

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
+
 DOUBLED = 2**17
 """Number of entries that a sum on the CPU copies to double precision at once."""
 FEW = 2**14
@@ -73,7 +75,7 @@ def _mean(flat: Tensor, weights: Tensor) -> Tensor:
         return flat.new_empty(0)
     if flat.device.type == "cpu" and flat.dtype == torch.float32 and weights.tolist() == [0.5, 0.5]:
         return _mean_of_two(flat)
-    wide = weights.to(flat.device, torch.float64)
+    wide = send(weights, flat.device, torch.float64)
     mean, together = flat.new_empty(flat.shape[1]), _columns_at_once(flat)
     tries = flat.device.type == "cpu" and flat.dtype != torch.float64 and flat.numel() > FEW
     bound = rounding(len(flat), float(wide.sum())) * largest(flat) if tries else 0.0
@@ -173,7 +175,7 @@ def sum_above(
         Rump, Ogita, Oishi. Accurate floating-point summation. SIAM J. Sci. Comput. 2008, section 3.
     """
     flat = as_rows(leaf)
-    wide = weights.to(flat.device, torch.float64).unsqueeze(1)
+    wide = send(weights, flat.device, torch.float64).unsqueeze(1)
     bounds = None if within is None else [bound.flatten() for bound in within]
     lowest, total = flat.new_empty(flat.shape[1]), wide.new_empty(flat.shape[1])
     together = _columns_at_once(flat)
@@ -213,7 +215,7 @@ def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> T
     Returns:
         float64, ``(...)`` or ``(groups, ...)``.
     """
-    weights = weights.to(leaf.device, torch.float64)
+    weights = send(weights, leaf.device, torch.float64)
     flat = as_rows(leaf)
     start = None if origin is None else as_rows(origin).expand_as(flat)
     together = _columns_at_once(flat)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.sums import as_rows, double_sum, means_of_rows
+from lightning_pfl.core.transfer import send
 
 Tree = dict[str, Any]
 """A nested dict whose leaves are tensors."""
@@ -141,7 +142,7 @@ def rows(tree: Tree, index: slice | Tensor) -> Tree:
     A tensor of positions may be on another device.
     """
     if isinstance(index, Tensor):
-        index = index.to(next((leaf.device for leaf in leaves(tree)), index.device))
+        index = send(index, next((leaf.device for leaf in leaves(tree)), index.device))
 
     def take(leaf: Tensor) -> Tensor:
         if isinstance(index, slice):
@@ -163,7 +164,7 @@ def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
         index: Clients to replace, int64 ``(selected,)``.
         new: Their new rows, ``(selected, ...)``.
     """
-    return tmap(lambda old, rows: old.index_copy(0, index.to(old.device), rows), tree, new)
+    return tmap(lambda old, rows: old.index_copy(0, send(index, old.device), rows), tree, new)
 
 
 def put_corner(tree: Tree, axes: int, corner: Tree) -> Tree:
@@ -204,7 +205,7 @@ def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
     place = torch.empty(count, dtype=torch.int64)
     place[order] = torch.arange(count)
     joined = tmap(lambda *found: torch.cat(found), *(tree for _, tree in parts))
-    return tmap(lambda leaf: leaf.index_select(0, place.to(leaf.device)), joined)
+    return tmap(lambda leaf: leaf.index_select(0, send(place, leaf.device)), joined)
 
 
 def separated(tree: Tree, *others: Tree) -> Tree:
@@ -313,7 +314,7 @@ def where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
     """
 
     def choose(ours: Tensor, theirs: Tensor) -> Tensor:
-        mask = chosen.to(ours.device).view(-1, *[1] * (ours.ndim - 1))
+        mask = send(chosen, ours.device).view(-1, *[1] * (ours.ndim - 1))
         return torch.where(mask, ours, theirs)
 
     return tmap(choose, new, old)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.batch import Batch, batch_leaves, map_batch
 from lightning_pfl.data.loaders import as_loader, count_samples, loader_problem, resident_parts
 from lightning_pfl.data.positions import Positions, as_positions, not_here
@@ -170,7 +171,8 @@ class FederatedTensorDataset:
             A batch with leaves ``(*positions.shape, ...)``.
         """
         shape = positions.shape
-        flat = (positions if len(shape) == 1 else positions.reshape(-1)).to(self.device)
+        flat = positions if len(shape) == 1 else positions.reshape(-1)
+        flat = send(flat, self.device)
         batch = map_batch(self.fields, lambda leaf: leaf.index_select(0, flat))
         if self.transform is not None:
             batch = self.transform(batch)
@@ -198,7 +200,7 @@ class FederatedTensorDataset:
         within = torch.arange(int(counts.max()) if len(clients) else 0)
         # Also of a client without samples, which may be the last one.
         at = (first + within.minimum((counts - 1).clamp_min(0))).clamp_max(len(self._flat) - 1)
-        return self._flat[at.to(self.device)]
+        return self._flat[send(at, self.device)]
 
     def keep(self, clients: Tensor) -> Self:
         """Copy the samples of some clients alone, for a process that reads no others.

@@ -217,6 +217,11 @@ def _check_settings(federation: ServerFederation, method: Method, secure: float 
             "Expected keep_optimizer_state=False in a deployment, whose nodes keep client states "
             "alone, but got True. Leave it out."
         )
+    if federation.overlaps_evaluation:
+        raise MisconfigurationException(
+            "Expected overlap_evaluation=False in a deployment, whose nodes evaluate and train, "
+            "but got True. Leave it out."
+        )
 
 
 def _invitation(

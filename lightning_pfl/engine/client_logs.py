@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
+
 REDUCTIONS = ("mean", "sum", "min", "max")
 JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": torch.add,
@@ -119,14 +121,15 @@ class ClientLogs:
         """Sum the queued minibatches by their sizes, float64 ``(clients,)``, and these."""
         names, sizes = list(self._pending[0]), self._sizes
         if len({size.device for size in sizes}) > 1:
-            sizes = [size.to(self.device) for size in sizes]
+            sizes = [send(size, self.device) for size in sizes]
         lengths = torch.tensor([*map(len, sizes)])
-        given = (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).to(self.device)
+        given = send(torch.arange(int(lengths.max())) < lengths.unsqueeze(1), self.device)
 
         def padded(each: list[Tensor], times: int) -> Tensor:
             shape = (times, *given.shape)
             zeros = torch.zeros(shape, dtype=torch.float64, device=self.device)
-            return zeros.masked_scatter(given.expand(shape), torch.cat(each).to(zeros))
+            found = send(torch.cat(each), self.device, zeros.dtype)
+            return zeros.masked_scatter(given.expand(shape), found)
 
         weights = padded(sizes, 1)
         found = [values[name].to(self.device) for name in names for values in self._pending]
@@ -155,8 +158,8 @@ class ClientLogs:
     ) -> None:
         index: slice | Tensor = rows if isinstance(rows, slice) else slice(None)
         if isinstance(rows, Tensor):
-            index = rows.to(self.device, non_blocking=True)
-        samples = sizes.to(self.device, torch.float64, non_blocking=True)
+            index = send(rows, self.device)
+        samples = send(sizes, self.device, torch.float64)
         for name, value in values.items():
             kind, weight = (reductions or {}).get(name, _MEAN)
             weights = samples if weight is None else weight * (samples > 0).double()
@@ -294,8 +297,8 @@ class _Reduced:
 
     def __init__(self, kind: str, clients: int, device: torch.device) -> None:
         self.kind = kind
-        start = torch.full((clients,), _START[kind], dtype=torch.float64)
-        self.total, self.weights = start.to(device), torch.zeros_like(start, device=device)
+        self.total = torch.full((clients,), _START[kind], dtype=torch.float64, device=device)
+        self.weights = torch.zeros_like(self.total)
 
     def add(self, value: Tensor, weights: Tensor, index: slice | Tensor) -> None:
         """Add values of some clients; those with a weight of 0 don't count."""

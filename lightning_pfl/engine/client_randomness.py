@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.core.draws import mix_number, random_keys, with_starts
 from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.transfer import send
 from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
@@ -96,7 +97,7 @@ class ClientRandomness:
 
     def _made(self, numbers: range) -> tuple[list[int], Sequence[Tensor]]:
         seeds = [mix_number(self._first + number) for number in numbers]
-        keys = torch.tensor(seeds, dtype=torch.int64).to(self.settings.device, non_blocking=True)
+        keys = send(torch.tensor(seeds, dtype=torch.int64), self.settings.device)
         return seeds, with_starts(keys).unbind()
 
     def keys(self, count: int) -> tuple[list[int], Sequence[Tensor]]:

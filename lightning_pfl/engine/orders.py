@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pfl.core.draws import GOLDEN, mix
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 
 LAST = (1 << 63) - 1
@@ -113,5 +114,5 @@ class CohortOrders:
         samples = self.data.num_samples[clients]
         keys = order_keys(round_key(*self._stream), clients, torch.tensor(epoch))
         assert isinstance(self.data, FederatedTensorDataset)
-        keys, counts = torch.stack([keys, samples]).to(self.data.device)
+        keys, counts = send(torch.stack([keys, samples]), self.data.device)
         return draw_orders(keys, counts, int(samples.max()))

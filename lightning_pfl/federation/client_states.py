@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Tree,
     items,
@@ -118,9 +119,9 @@ class ClientStateStore:
         Raises:
             RuntimeError: If one of them is in another process.
         """
-        index = self._held(clients).to(self.device)
+        index = send(self._held(clients), self.device)
         known = {name: leaf for name, leaf in self.tree.items() if name not in without}
-        return tmap(lambda leaf: leaf.to(device or self.device), rows(known, index))
+        return tmap(lambda leaf: send(leaf, device or self.device), rows(known, index))
 
     def scatter(self, clients: Tensor, client_state: Tree) -> None:
         """Store some clients' states, ``(clients, ...)``.
@@ -131,7 +132,7 @@ class ClientStateStore:
         """
         self.require_entries(client_state)
         held = self._held(clients)
-        index, new = held.to(self.device), dict(items(client_state))
+        index, new = send(held, self.device), dict(items(client_state))
         self.written(clients[:0])  # of other code, until now
         for path, stored in items(self.tree):
             stored[index] = new[path].to(self.device)

@@ -14,6 +14,7 @@ from lightning_pfl.contract.records import (
     OptimizerState,
     as_positions_of,
 )
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Tree,
     expand,
@@ -304,7 +305,7 @@ class Cohort:
         for batch in self.batches:
             kept = mine[batch.at]
             here = kept.nonzero().flatten()
-            batch.client_state = rows(batch.client_state, here.to(self.device))
+            batch.client_state = rows(batch.client_state, send(here, self.device))
             if batch.optimizers:
                 batch.optimizers = [batch.optimizers[row] for row in here.tolist()]
             if isinstance(batch.at, Tensor):
@@ -340,13 +341,13 @@ class Cohort:
             batch.client_state = batch.architecture.method.receive(
                 exchange.name,
                 batch.client_state,
-                inbox if isinstance(batch.at, slice) else inbox.rows(batch.at.to(self.device)),
+                inbox if isinstance(batch.at, slice) else inbox.rows(send(batch.at, self.device)),
                 self.mine.rows(batch.at),
             )
 
     def _index(self) -> slice | Tensor:
         index = self.shard.index
-        return index if isinstance(index, slice) else index.to(self.device)
+        return index if isinstance(index, slice) else send(index, self.device)
 
     def store(self) -> None:
         """Store the new states of the cohort's clients."""

@@ -18,6 +18,7 @@ from lightning_pfl.contract.records import (
     as_positions_of,
 )
 from lightning_pfl.core.mixture import Prediction
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, is_expanded, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
@@ -256,16 +257,22 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
     if len(parts) <= 1:
         return parts[0] if parts else Evaluation()
     position = torch.cat(order).argsort()
+
+    def joined(found: list[Tensor | None]) -> Tensor:
+        device = next(one.device for one in found if one is not None)
+        each = [
+            torch.full((len(part.counts),), torch.nan) if one is None else one
+            for one, part in zip(found, parts, strict=True)
+        ]
+        return torch.cat([send(one, device) for one in each]).index_select(
+            0, send(position, device)
+        )
+
     names = dict.fromkeys(name for part in parts for name in part.values)
     predictions = [predictions for part in parts for predictions in part.predictions]
     return Evaluation(
-        {
-            name: torch.cat(
-                [p.values.get(name, torch.full((len(p.counts),), torch.nan)).cpu() for p in parts]
-            )[position]
-            for name in names
-        },
-        torch.cat([part.counts for part in parts])[position],
+        {name: joined([part.values.get(name) for part in parts]) for name in names},
+        joined([part.counts for part in parts]),
         {name: options for part in parts for name, options in part.options.items()},
         [predictions[at] for at in position.tolist()] if predictions else [],
         frozenset().union(*(part.orders for part in parts)),

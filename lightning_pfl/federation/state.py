@@ -73,6 +73,7 @@ class FederationState:
         best: The best personal models so far, by client id.
         splits_data: Whether each process keeps the samples of its own clients alone.
         knows_owners: Whether ``owners`` are those of the running stage.
+        overlaps_evaluation: Whether the values of a validation are read after the next training.
         keeps_optimizers: Whether clients keep the states of their optimizers between rounds.
         optimizer_states: Those of this process's clients that have some, by id.
     """
@@ -95,7 +96,7 @@ class FederationState:
         self.client_names: tuple[str, ...] = ()
         self.num_samples = self.owners = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
-        self.fitting = self.keeps_best = False
+        self.fitting = self.keeps_best = self.overlaps_evaluation = False
         self.best: dict[int, BestModel] = {}
         self.keeps_optimizers = self.splits_data = self.knows_owners = False
         self.optimizer_states: dict[int, OptimizerState] = {}

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Path, items
 from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedTensorDataset
@@ -149,10 +151,16 @@ def own_parts(
     model = method.personal_model(federation.download(info), client_state, info)
     places = {id(leaf): path for path, leaf in items(client_state)}
     if method.begun_state:  # chosen from what is kept and what is received, with the former's bits
-        for path, kept in items(client_state):
-            leaf = model.get(path[-1])
-            if leaf is not None and leaf.dtype == kept.dtype and torch.equal(leaf, kept):
-                places.setdefault(id(leaf), path)
+        pairs = [
+            (path, leaf, kept)
+            for path, kept in items(client_state)
+            if (leaf := model.get(path[-1])) is not None
+            and (leaf.dtype, leaf.shape) == (kept.dtype, kept.shape)
+        ]
+        equal = [leaf.eq(kept).all() for _, leaf, kept in pairs]
+        found = torch.stack(equal).tolist() if equal else []
+        for path, leaf, _ in compress(pairs, found):
+            places.setdefault(id(leaf), path)
     if not all(id(leaf) in places for leaf in model.values()):
         return None
     return tuple((name, places[id(leaf)]) for name, leaf in model.items())
@@ -194,10 +202,14 @@ def _conditions(
 def _same_bits(before: Evaluation, after: Evaluation, at: Tensor) -> bool:
     """Whether some clients, bool ``(clients,)``, have the same values in both evaluations."""
     a, b = before.values, after.values
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[name].cpu()[at], b[name].cpu()[at], rtol=0.0, atol=0.0, equal_nan=True)
+    if a.keys() != b.keys():
+        return False
+    # One wait for a device. A NaN isn't equal to itself.
+    differ = [
+        (a[name] != b[name]) & ~(a[name].isnan() & b[name].isnan()) & send(at, a[name].device)
         for name in a
-    )
+    ]
+    return not differ or not torch.stack(differ).any()
 
 
 def _updated(before: Evaluation, which: Tensor, run: Callable[[Tensor], Evaluation]) -> Evaluation:
@@ -208,9 +220,12 @@ def _updated(before: Evaluation, which: Tensor, run: Callable[[Tensor], Evaluati
     new = run(at)
 
     def replaced(old: Tensor | None, values: Tensor | None) -> Tensor:
-        gap = torch.full((len(before.counts),), torch.nan, dtype=torch.float64)
-        result = gap if old is None else old.cpu().clone()
-        result[at] = torch.nan if values is None else values.cpu().to(result.dtype)
+        like = values if old is None else old
+        assert like is not None
+        gap = torch.full((len(before.counts),), torch.nan, dtype=torch.float64, device=like.device)
+        result, rows = gap if old is None else old.clone(), send(at, like.device)
+        found = torch.nan if values is None else send(values, like.device).to(result.dtype)
+        result[rows] = found
         return result
 
     names = dict.fromkeys((*before.values, *new.values))

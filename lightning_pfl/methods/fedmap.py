@@ -13,6 +13,7 @@ from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -235,7 +236,7 @@ class FedMAP(WatchedPull, Method):
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Continue with the personal model, or start at the prior's mean."""
         model = self.personal_model(received, client_state, info)
-        samples = info.num_samples.to(client_state["begun"].device).clamp_min(1).double()
+        samples = send(info.num_samples, client_state["begun"].device).clamp_min(1).double()
         return {
             "model": model,
             "gamma": self.gamma(received),

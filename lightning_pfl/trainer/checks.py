@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected, is_overridden
+from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.core.checks import (
     check_choice,
     check_integer,
@@ -265,6 +266,37 @@ def check_trainer(trainer: L.Trainer) -> None:
         check_callback(callback)
     if trainer.world_size > 1:
         check_shared_run(trainer)
+
+
+def check_overlap(trainer: L.Trainer, device: torch.device) -> None:
+    """Require a device that computes beside Python, and nothing that decides by a round's values.
+
+    Raises:
+        MisconfigurationException: For a CPU, and for callbacks and schedulers that monitor a value.
+    """
+    expected = "with FederatedStrategy(overlap_evaluation=True)"
+    if device.type == "cpu":
+        raise MisconfigurationException(
+            f"Expected a GPU {expected}, but the Trainer runs on 'cpu', where an evaluation has "
+            "ended once Python goes on. Use Trainer(accelerator='gpu'), or leave it out."
+        )
+    monitors = [
+        f"{type(callback).__name__}(monitor={monitor!r})"
+        for callback in connected(trainer).callbacks
+        # Ours get them while the federation is as it was in the validation.
+        if not isinstance(callback, FederatedCallback)
+        and (monitor := getattr(callback, "monitor", None)) is not None
+    ]
+    monitors += [
+        f"{type(config.scheduler).__name__} (monitor {config.monitor!r})"
+        for config in trainer.strategy.lr_scheduler_configs
+        if config.reduce_on_plateau
+    ]
+    if monitors:
+        raise MisconfigurationException(
+            f"Expected nothing that decides by a round's values {expected}, which reads them once "
+            f"the next round has begun, but got {', '.join(monitors)}. Leave out one of both."
+        )
 
 
 def check_trainer_numbers(trainer: L.Trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from lightning_pfl._lightning import (
     EvaluationLoop,
     forget_metrics,
     is_overridden,
+    log_late,
     log_values,
     no_grad_context,
 )
@@ -47,13 +49,39 @@ from lightning_pfl.trainer.data import (
 )
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
+Arriving = dict[str, Callable[[], Evaluation]]
+"""Results by prefix, on their way to the host."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What an evaluation has found.
+
+    Attributes:
+        results: The clients' results by prefix.
+        central: Those of the global model on central samples, by prefix.
+        names: The clients' names.
+        share: Share of the clients that was drawn, in (0, 1].
+    """
+
+    results: Arriving
+    central: Arriving
+    names: list[str]
+    share: float
+
+
+def _to_host(results: dict[str, Evaluation]) -> Arriving:
+    return {prefix: one.to_host() for prefix, one in results.items()}
+
+
 # --- the loop -------------------------------------------------------------------------------------
 
 
 class FederatedEvaluationLoop(EvaluationLoop):
     """Validates (inside a fit or alone) and tests all clients that have samples in the split.
 
-    Inside a fit ``evaluated_clients`` says how many of them, in turns.
+    Inside a fit ``evaluated_clients`` says how many of them, in turns. With ``overlap_evaluation``
+    a validation's values stay on the device until `report` is called.
 
     ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
     client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
@@ -76,6 +104,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     clients: Tensor
     table: ClientTable | None = None
     _named_nan: frozenset[str] = frozenset()
+    _unread: _Found | None = None
     _verified: Any = None
 
     @property
@@ -257,7 +286,12 @@ class FederatedEvaluationLoop(EvaluationLoop):
             }
             rows = self.rows[torch.searchsorted(self.clients, everyone)]
             share = len(clients) / len(self.rows) if len(clients) else 1.0
-            self._report(results, central, [data.names[row] for row in rows.tolist()], share)
+            names = [data.names[row] for row in rows.tolist()]
+            found = _Found(_to_host(results), _to_host(central), names, share)
+            if self._trainer_fn == TrainerFn.FITTING and federation.overlaps_evaluation:
+                self._unread = found
+            else:
+                self._report(found, late=False)
 
     def _further_sets(
         self, clients: Tensor, step: str, limit: float | int
@@ -311,43 +345,45 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     )
         return found
 
-    def _report(
-        self,
-        results: dict[str, Evaluation],
-        central: dict[str, Evaluation],
-        names: list[str],
-        share: float,
-    ) -> None:
-        """Log the statistics, extend the per-client table, and record the round.
+    def report(self) -> None:
+        """Report the values of the last validation, if they weren't read yet.
 
-        Args:
-            results: The clients' results by prefix.
-            central: Those of the global model on central samples, by prefix.
-            names: The clients' names.
-            share: Share of the clients that was drawn, in (0, 1].
+        Until the server's next update, the federation is as it was in that validation.
         """
+        if (found := self._unread) is not None:
+            self._unread = None
+            self._report(found, late=True)
+
+    def _report(self, found: _Found, late: bool) -> None:
+        """Log the statistics, extend the per-client table, and record the round."""
         round = self.federation.rounds - 1
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()
+        results = {prefix: arrived() for prefix, arrived in found.results.items()}
+        central = {prefix: arrived() for prefix, arrived in found.central.items()}
         for prefix, evaluation in (*results.items(), *central.items()):
-            found = summaries(evaluation, prefix, share)
+            numbers = summaries(evaluation, prefix, found.share)
             if central.get(prefix) is evaluation:  # one value has no statistics
-                found = {f"{prefix}{key}": float(v[0]) for key, v in evaluation.values.items()}
-            values |= found
+                numbers = {f"{prefix}{key}": float(v[0]) for key, v in evaluation.values.items()}
+            values |= numbers
             for key in evaluation.values:
                 options = evaluation.options.get(key, LogOptions())
                 keys = {
                     name
-                    for name in found
+                    for name in numbers
                     if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
                 }
                 directions |= dict.fromkeys(keys, direction(key, evaluation))
                 logged |= keys if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
-            self._warn_of_nan(prefix, evaluation, names if prefix in results else ["the owner"])
-        hook = "test_step" if self.trainer.testing else "validation_step"
-        log_values(self._results, hook, values, shown, logged)
+            names = found.names if prefix in results else ["the owner"]
+            self._warn_of_nan(prefix, evaluation, names)
+        if late:
+            log_late(self.trainer, values, shown, logged, round)
+        else:
+            hook = "test_step" if self.trainer.testing else "validation_step"
+            log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
             history = self.federation.history
             # Values without a number in this round, such as of a former global model, must be
@@ -357,7 +393,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             if GLOBAL not in results:
                 history.forget(GLOBAL)
         if results:
-            self.record(ClientResults(self.prefix, round, names, results))
+            self.record(ClientResults(self.prefix, round, found.names, results))
 
     def record(self, results: ClientResults, further: str | None = None) -> None:
         """Keep what was evaluated for each client, tabulate it, and hand it to callbacks.
@@ -389,7 +425,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     def _warn_of_nan(self, prefix: str, evaluation: Evaluation, names: list[str]) -> None:
         """Name, once per value, the clients that its statistics leave out."""
         for key, values in evaluation.values.items():
-            broken = (values.cpu().isnan() & (evaluation.counts.cpu() > 0)).nonzero().flatten()
+            broken = (values.isnan() & (evaluation.counts > 0)).nonzero().flatten()
             name = f"{prefix}{key}"
             if len(broken) and key not in self._named_nan:
                 self._named_nan |= {key}
@@ -417,6 +453,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.on_validated()
         super()._on_evaluation_end(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """End the stage; of one that failed, values that weren't read are lost."""
+        super().teardown()
+        self._unread = None
 
 
 def evaluation_limit(trainer: L.Trainer) -> float | int:

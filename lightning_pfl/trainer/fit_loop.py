@@ -311,6 +311,7 @@ class FederatedLoop(FitLoop):
                     gate = not self._each_is_read(round)
                     data = self.require_data()
                     work = cohort.train(data, clients.finished, validation, public, gate)
+                self._report_validation()
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
                 clients.release()
@@ -484,6 +485,11 @@ class FederatedLoop(FitLoop):
         self.epoch_loop.val_loop.run()
         self.trainer.training = True
 
+    def _report_validation(self) -> None:
+        """Read and log the values of the last validation, if a device may still compute them."""
+        validation: Any = self.epoch_loop.val_loop
+        validation.report()
+
     def validated(self) -> None:
         """Called by the validation loop between its values and the hooks that write checkpoints."""
         step_schedulers(self, plateau=True)
@@ -536,6 +542,7 @@ class FederatedLoop(FitLoop):
                 f"clients; in the last one: {self._left_out}. Look at the warnings above, use a "
                 "smaller learning rate, or clean the data."
             )
+        self._report_validation()
         self._summarize()
         super().on_run_end()
 
@@ -552,6 +559,7 @@ class FederatedLoop(FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the progress of the round, and the values for callbacks."""
+        self._report_validation()  # what callbacks save comes after it
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         return {
             "stage": self.stage,

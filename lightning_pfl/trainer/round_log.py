@@ -167,8 +167,8 @@ def _means(result: LocalResult, accepted: Tensor) -> dict[str, float]:
     names = list(result.logs)
     if not names or not accepted.any():
         return {}
-    values = torch.stack([result.logs[name].double() for name in names])
-    means = values[:, accepted.to(result.loss.device)].nanmean(1).tolist()
+    values = torch.stack([result.logs[name].double() for name in names]).cpu()
+    means = values[:, accepted].nanmean(1).tolist()
     return {name: mean for name, mean in zip(names, means, strict=True) if mean == mean}
 
 

@@ -90,6 +90,11 @@ class FederatedStrategy(ProcessesStrategy):
             (float), or a count (int), in turns that see all of them. Logged statistics are then
             estimates, with ``val_acc/standard_error``. ``trainer.validate`` and ``trainer.test``
             evaluate all.
+        overlap_evaluation: Whether a GPU goes on from a round's validation to the next round's
+            training without waiting for Python to read and log the values, which happens once that
+            training is launched. They are logged as values of their own round; a checkpoint reads
+            them first. A GPU only, and not with what decides by them: ``EarlyStopping``,
+            ``ModelCheckpoint(monitor=...)``, ``ReduceLROnPlateau``.
         cuda_graphs: Whether steps of many clients are captured as CUDA graphs, so that the CPU has
             not to launch their kernels one by one. For a ``PersonalizedModule`` and methods whose
             steps may be recorded; the log says why others run as usual. A GPU only, and not with
@@ -138,6 +143,7 @@ class FederatedStrategy(ProcessesStrategy):
         evaluated_clients: int | float = 1.0,
         client_state_device: ClientStateDevice = "auto",
         split_data: bool = False,
+        overlap_evaluation: bool = False,
         cuda_graphs: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         accelerator: Accelerator | None = None,
@@ -165,6 +171,7 @@ class FederatedStrategy(ProcessesStrategy):
             "feature_cache": feature_cache,
             "keep_optimizer_state": keep_optimizer_state,
             "split_data": split_data,
+            "overlap_evaluation": overlap_evaluation,
             "cuda_graphs": cuda_graphs,
             "process_group_backend": process_group_backend,
         }
@@ -176,6 +183,7 @@ class FederatedStrategy(ProcessesStrategy):
         self.federation.max_update_norm = max_update_norm
         self.federation.keeps_optimizers = keep_optimizer_state
         self.federation.splits_data = split_data
+        self.federation.overlaps_evaluation = overlap_evaluation
         self.participation, self.evaluated_clients = participation, evaluated_clients
         self._stage = StageSetup(
             self.federation,
@@ -300,6 +308,8 @@ class FederatedStrategy(ProcessesStrategy):
             # Only now it is known how many steps a round has.
             self._configure(trainer, self._stage.local_steps(trainer))
             self._stage.use(self._client_training)
+        if fitting and self.federation.overlaps_evaluation:
+            checks.check_overlap(trainer, self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Call ``configure_optimizers`` for the templates of the clients' optimizers."""

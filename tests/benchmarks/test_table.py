@@ -192,8 +192,9 @@ def test_the_script_of_the_gpu_writes_what_it_measured(tmp_path: Path) -> None:
     }  # fmt: skip
     assert written["cells"] == {"status": 0, "measured": [{"workload": "w1"}]}
     asked = (tmp_path / "measured").read_text().splitlines()
-    usual, graphs, mixed = (line.partition("--methods")[2].split()[2:-2] for line in asked)
+    usual, graphs, overlap, mixed = (line.partition("--methods")[2].split()[2:-2] for line in asked)
     assert (usual, graphs) == ([], ["--cuda-graphs"])
+    assert overlap == ["--cuda-graphs", "--overlap-evaluation"]
     assert mixed == ["--precision", "bf16-mixed"]
     for line in asked:
         assert "--workloads w1 w3 w4 --methods FedAvg FedRep" in line

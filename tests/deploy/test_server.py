@@ -315,3 +315,12 @@ def test_a_callback_that_reads_clients_is_refused_before_the_nodes_join(
     recipe["trainer"]["callbacks"] = [{"class_path": f"lightning_pfl.callbacks.{name}"}]
     with pytest.raises(MisconfigurationException, match=f"but got {name}"):
         serve(recipe, LoopLine({}), tmp_path, ["0"])
+
+
+@pytest.mark.parametrize("name", ["keep_optimizer_state", "overlap_evaluation"])
+def test_a_setting_that_the_nodes_would_not_hear_of_is_refused(name: str, tmp_path: Path) -> None:
+    recipe = recipe_of("FedAvg")
+    strategy = {"class_path": "lightning_pfl.FederatedStrategy", "init_args": {name: True}}
+    recipe["trainer"]["strategy"] = strategy
+    with pytest.raises(MisconfigurationException, match=f"Expected {name}=False in a deployment"):
+        serve(recipe, LoopLine({}), tmp_path, ["0"])

@@ -3,8 +3,9 @@
 What goes wrong on an accelerator alone is mostly two things: an operator gets tensors of two
 devices, or the program waits for the device in every step. Both show here. Operators run on the
 CPU, so the numbers are the CPU's; an operator that an accelerator would refuse, as it gets a tensor
-from outside, is refused, every copy or number that the host asks for is counted, and so is every
-operator that would launch a kernel.
+from outside, is refused, every copy or number for which the host waits is counted, and so is every
+operator that would launch a kernel. A copy to the host for which it doesn't wait has no numbers
+until an event after it has.
 
 It stands on torch's experimental backends written in Python. `tests/conftest.py` registers it.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_pfl.core.transfer import EVENTS
 
 NAME = "pretended"
 aten = torch.ops.aten
@@ -97,7 +100,9 @@ class PretendedDevice(TorchDispatchMode):
     """While active, tensors can be made on, and moved to, the device.
 
     Attributes:
-        waits: How often the host waited for the device, by operator.
+        waits: How often the host waited for the device, by operator. A copy waits for all that was
+            launched before it, unless it's told not to, and so do positions by a mask.
+        arriving: Copies to the host that have no numbers yet, with these.
         launches: How often an operator ran there, by operator. On an accelerator that is a kernel
             each, or a few: a convolution's gradient has two products.
     """
@@ -107,6 +112,7 @@ class PretendedDevice(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.tape: Tape | None = None
+        self.arriving: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator where it belongs."""
@@ -118,10 +124,12 @@ class PretendedDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()  # type: ignore[no-untyped-call]
         PretendedCapture.current = self
+        EVENTS[NAME] = PretendedEvent
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End."""
+        del EVENTS[NAME]
         torch._C._set_only_lift_cpu_tensors(self._before)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -137,16 +145,17 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], device: PretendedDevice) -
     if kwargs.get("device") is not None:
         to_device = torch.device(kwargs["device"]).type == NAME
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    waits = any(here) and (func in NUMBERS or not to_device)
-    if waits:
+    from_host = func in BETWEEN_DEVICES and to_device and not all(here)
+    waits = (any(here) and (func in NUMBERS or not to_device)) or from_host or by_mask(func, args)
+    at_once = func in BETWEEN_DEVICES and is_at_once(args, kwargs)
+    if waits and not at_once:
         device.waits[func.name()] += 1
     on_device = any(here) or to_device
     if on_device and not (func.is_view or func in WITHOUT_KERNEL):
         device.launches[func.name()] += 1
     given, named = tree_map(inner, args), tree_map(inner, kwargs)
     if on_device and device.tape is not None:
-        from_host = func in BETWEEN_DEVICES and not all(here) and tensors[-1].ndim > 0
-        if waits or from_host:
+        if waits and not (from_host and tensors[-1].ndim == 0):
             raise RuntimeError(f"{func.name()} isn't permitted while a stream is captured")
         result = device.tape.run(func, given, named)
     else:
@@ -156,6 +165,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], device: PretendedDevice) -
         for original, held in originals:
             if result is held and isinstance(original, Tensor):
                 return original
+    if at_once and any(here) and not to_device:
+        device.arriving.append((result, result.clone()))
+        return result.fill_(torch.nan if result.is_floating_point() else 0)
     return tree_map(outer, result) if to_device else result
 
 
@@ -170,6 +182,27 @@ def require_one_device(func: Any, tensors: list[Tensor], here: list[bool]) -> No
     if outside:
         shapes = [tuple(tensor.shape) for tensor in outside]
         raise RuntimeError(f"{func.name()} got tensors of the host {shapes} beside the device's")
+
+
+def is_at_once(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy was told not to wait."""
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+
+
+def by_mask(func: Any, args: Any) -> bool:
+    """Whether an operator looks for the true entries of a mask that is on the device.
+
+    To put one number of the host there, torch fills the mask in the place of looking.
+    """
+    if func not in INDEXING or (func is not aten.index.Tensor and is_number(args[2])):
+        return False
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(at, OnDevice) and at.dtype in masks for at in tensors_of(args[1]))
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether a tensor is one number of the host."""
+    return not isinstance(value, OnDevice) and value.numel() == 1
 
 
 def inner(leaf: Any) -> Any:
@@ -247,6 +280,22 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def memory(tensor: Tensor) -> int:
     """Return the address of the memory that views have in common."""
     return tensor.untyped_storage().data_ptr()
+
+
+class PretendedEvent:
+    """Says that copies to the host have come; in the place of ``torch.cuda.Event``."""
+
+    def record(self) -> None:
+        """Stand after the copies that were begun so far."""
+        device = PretendedCapture.current
+        self.copies, device.arriving = device.arriving, []
+
+    def synchronize(self) -> None:
+        """Wait for them."""
+        PretendedCapture.current.waits["event"] += 1
+        for copy, numbers in self.copies:
+            copy.copy_(numbers)
+        self.copies = []
 
 
 class PretendedCapture:

@@ -161,11 +161,15 @@ def test_an_operator_with_tensors_of_two_devices_is_refused(device: PretendedDev
 
 
 def test_what_the_host_waits_for_is_counted(device: PretendedDevice) -> None:
-    there = torch.ones(3).to(NAME + ":0")
+    there = torch.ones(3).to(NAME + ":0", non_blocking=True)
     assert float((there * torch.tensor(2.0)).sum()) == 6.0
     assert device.waits == {"aten::_local_scalar_dense": 1}
     assert there.cpu().tolist() == [1.0, 1.0, 1.0]
     assert device.waits["aten::_to_copy"] == 1
+    torch.ones(3).to(NAME)
+    assert device.waits["aten::_to_copy"] == 2
+    assert there[there > 1].shape == (0,)
+    assert device.waits["aten::index.Tensor"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

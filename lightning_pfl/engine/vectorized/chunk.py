@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import LocalResult
 from lightning_pfl.core.draws import random_keys
 from lightning_pfl.core.errors import naming_clients
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Tree, is_expanded, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
@@ -58,7 +59,7 @@ class Chunk:
     def noise_keys(self) -> Tensor:
         """Return a key for each client, int64 ``(clients,)``, also for steps without draws."""
         seed, work = self.engine.settings.seed, self.work
-        return random_keys(seed, work.stream, work.info.round, self.clients).to(self.device)
+        return send(random_keys(seed, work.stream, work.info.round, self.clients), self.device)
 
     def run(self) -> LocalResult:
         """Run ``client_init``, every phase and ``client_final``."""

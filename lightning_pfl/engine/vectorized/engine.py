@@ -22,6 +22,7 @@ from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Stacked, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
@@ -143,7 +144,7 @@ class VectorizedEngine(Shared):
             with guarded(self.module, key, known):
                 found = Chunk(self, work.rows(positions)).run()
             # Copies, as the next chunk's steps change what they are in.
-            at = positions.to(self.settings.device)
+            at = send(positions, self.settings.device)
             uploads.put(at, found.uploads)
             client_state.put(at, found.client_state)
             results.append(replace(found, uploads={}, client_state={}))
@@ -153,7 +154,7 @@ class VectorizedEngine(Shared):
                     self.checks.look_after_hooks(self.traces, self.whole)
                     self.look()
         order = torch.cat(parts) if len(order) else order
-        position = torch.argsort(order).to(self.settings.device)
+        position = send(torch.argsort(order), self.settings.device)
         return _in_order(results, uploads, client_state, position)
 
     def _runs_known_code(self, work: LocalWork) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified, writable
@@ -119,7 +120,7 @@ class _Results:
         """Compute the values, after all clients."""
         values = {**self.logs.compute(), **self.metrics.compute()}
         options, orders = dict(log.options), frozenset(log.orders)
-        return Evaluation(values, self.counts.cpu(), options, self.predictions, orders)
+        return Evaluation(values, self.counts, options, self.predictions, orders)
 
 
 class VectorizedEvaluation:
@@ -207,12 +208,12 @@ class VectorizedEvaluation:
         """Evaluate a chunk of clients, ``positions`` in those of the work."""
         data, ids = work.data, work.clients[positions]
         batches = evaluation_batches(data, ids, self.settings, work.limit, per_sample, width)
-        here, ids = (t.to(self.settings.device) for t in (positions, ids))
+        here, ids = (send(each, self.settings.device) for each in (positions, ids))
         part = rows(work.models, here)
         for number in range(int(batches.steps.max()) if len(ids) else 0):
             for tick in batches.at(number):
                 some = slice(None) if tick.rows is None else tick.rows
-                at, sizes = here[some], tick.minibatches[0].sizes.to(found.counts)
+                at, sizes = here[some], send(tick.minibatches[0].sizes, found.counts.device)
                 found.counts[at] += sizes
                 with naming_clients(work.step, data.names, ids[some], work.round, ONE_BY_ONE):
                     output, values = self._tick(

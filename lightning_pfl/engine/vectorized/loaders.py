@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import restoring_once
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.minibatches import fetch
@@ -102,7 +103,7 @@ def stack_batches(batches: Sequence[Any], device: torch.device) -> Any:
     """Stack batches of equal signature along a new client axis, on the device."""
     first = batches[0]
     if isinstance(first, Tensor):
-        return torch.stack(list(batches)).to(device, non_blocking=True)
+        return send(torch.stack(list(batches)), device)
     if isinstance(first, dict):
         return {key: stack_batches([batch[key] for batch in batches], device) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):

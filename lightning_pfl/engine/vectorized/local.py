@@ -13,6 +13,7 @@ from lightning_pfl.contract.records import LogOptions
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise
 from lightning_pfl.core.mixture import shielded
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
@@ -127,7 +128,7 @@ class VectorizedLocalStep:
             self.gradient.number = self._number(minibatch)
             inputs = self._inputs(minibatch, minibatch.samples())
             loss = self.gradient.loss(model, inputs).detach()
-            sums.append(loss.double() * minibatch.sizes.to(loss.device))
+            sums.append(loss.double() * send(minibatch.sizes, loss.device))
         count = torch.stack([m.sizes for m in batch]).sum(0).to(sums[0])
         return torch.stack(sums).sum(0) / count, count
 
@@ -207,7 +208,7 @@ class VectorizedLocalStep:
             width = next(batch_leaves(data[-1])).shape[1]
             sizes = minibatch.sizes
             real = torch.arange(width, device=sizes.device) < sizes.unsqueeze(1)
-            masks.append(real.to(self.settings.device))
+            masks.append(send(real, self.settings.device))
         return join_batches(data), torch.cat(masks, 1)
 
     def report(self, loss: Tensor, batch: list[Minibatch]) -> None:

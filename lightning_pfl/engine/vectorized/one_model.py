@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.apart import evaluates_apart
@@ -136,7 +137,8 @@ class OneModelEvaluation:
         padded = data.positions_of(clients)
         real = torch.arange(padded.shape[1]) < counts.unsqueeze(1)
         size = samples_of_one_model(data) * (ON_GPU if self.settings.device.type != "cpu" else 1)
-        positions = padded[real.to(data.device)]
+        at = send(real.flatten().nonzero().flatten(), data.device)
+        positions = padded.flatten().index_select(0, at)
         yield from torch.split(positions, size) if len(positions) else ()
 
 
@@ -153,5 +155,5 @@ def _counts(data: FederatedTensorDataset, clients: Tensor, limit: float | int) -
 
 def _means(values: Tensor, counts: Tensor) -> Tensor:
     """Average the values of each client's samples, float64 ``(clients,)``; NaN without samples."""
-    lengths = counts.to(values.device)
+    lengths = send(counts, values.device)
     return torch.segment_reduce(values.double(), "sum", lengths=lengths) / lengths

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.steps import Limits, epoch_minibatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, tick_rows
@@ -62,6 +63,6 @@ class OrderedBatches:
             mask = None
             if (here != width).any():
                 real = torch.arange(width) < here.unsqueeze(1)
-                mask = real.to(self.data.device, torch.get_default_dtype())
+                mask = send(real, self.data.device, torch.get_default_dtype())
             samples = self.data.gather(mine[:, begin : begin + width])
             yield Tick(place, [Minibatch(samples, here, mask, number=number)])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.batch import map_batch
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.orders import draw_orders, order_keys
@@ -142,7 +143,7 @@ class ResidentBatches:
             keys = order_keys(key, torch.tensor(self.clients).unsqueeze(1), epochs)
         # One transfer, whatever the clients and epochs.
         parts = [samples.unsqueeze(1), keys, first, sizes]
-        there = torch.cat(parts, 1).to(self.data.device)
+        there = send(torch.cat(parts, 1), self.data.device)
         counts, keys, first, counted = there.split([part.shape[1] for part in parts], 1)
         within = torch.arange(width, device=self.data.device)
         real = within < counted.unsqueeze(2)
@@ -183,9 +184,9 @@ class ResidentBatches:
             if step < len(self._slots) and row < self._slots[step]:
                 leaving.setdefault(step, []).append(row)
         device = self.positions.device
-        rows = torch.tensor([row for some in leaving.values() for row in some]).to(device)
+        rows = send(torch.tensor([row for some in leaving.values() for row in some]), device)
         self._leaving = dict(zip(leaving, rows.split([*map(len, leaving.values())]), strict=True))
-        self._gone = gone.to(device)
+        self._gone = send(gone, device)
         self.sizes = torch.where(gone, self.sizes[self._longest], self.sizes)
         self.positions = self._filled(self.positions)
         if self._real is not None:
@@ -266,7 +267,7 @@ class ResidentBatches:
         width = self._widths[place]
 
         def of(each: list[Tensor]) -> Tensor:
-            one = each[place] if some is None else each[place][some.to(each[place].device)]
+            one = each[place] if some is None else each[place][send(some, each[place].device)]
             return one if one.ndim == 1 or one.shape[1] == width else one[:, :width].contiguous()
 
         def gather() -> Any:
@@ -296,12 +297,12 @@ class ResidentBatches:
     def _tick(self, rows: Tensor, starts: list[int], count: int, number: int) -> Tick:
         minibatches = []
         device = self.positions.device
-        index = rows.to(device)
+        index = send(rows, device)
         for offset in range(count):
             numbers = torch.tensor([start + offset for start in starts])
             sizes = self.sizes[rows, numbers]
             width = int(sizes.max())
-            at = (index, numbers.to(device))
+            at = (index, send(numbers, device))
             data: Any = None
             features, later, mask = None, None, None
             gather = partial(self.data.gather, self.positions[at][:, :width])

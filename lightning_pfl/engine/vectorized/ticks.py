@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.batch import batch_leaves
 
 
@@ -50,7 +51,7 @@ class Minibatch:
     def tensors(self, device: torch.device) -> dict[str, Any]:
         """Return all that a step reads, on a device; see :meth:`on`."""
         found = {"data": self.data, "mask": self.mask, "features": self.features, "key": self.key}
-        sizes = self.sizes.to(device, non_blocking=True) if self.size is None else None
+        sizes = send(self.sizes, device) if self.size is None else None
         return {**found, "size": self.size, "sizes": sizes}
 
     def on(self, tensors: dict[str, Any], device: torch.device, gathers: bool) -> Minibatch:
@@ -119,4 +120,4 @@ def tick_rows(rows: Tensor, clients: int, device: torch.device) -> slice | Tenso
         return None
     if int(rows[-1]) == len(rows) - 1:
         return slice(0, len(rows))
-    return rows.to(device)
+    return send(rows, device)
