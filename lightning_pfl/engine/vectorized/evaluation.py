@@ -191,7 +191,7 @@ class VectorizedEvaluation:
         """Return a step if it may be replayed, by what its code reads of the module now."""
         if step is None or not (step.checks.known and self._gathers(work.data)):
             return None
-        if metrics.objects or self.settings.device.type != "cpu":
+        if metrics.objects:
             return None
         step.traces.enter((work.dataloader_idx, step.checks.settings(any_epoch=True)))
         return step
