@@ -232,19 +232,25 @@ class Evaluation:
         values = {key: spread(found, torch.nan) for key, found in self.values.items()}
         return Evaluation(values, spread(self.counts, 0), self.options, orders=self.orders)
 
-    def to_host(self) -> Callable[[], Evaluation]:
-        """Begin to copy the results to the host.
 
-        Returns:
-            A function that waits for them.
-        """
-        read = begin_copies([*self.values.values(), self.counts])
+def to_host(evaluations: Sequence[Evaluation]) -> Callable[[], list[Evaluation]]:
+    """Begin to copy results to the host.
 
-        def arrived() -> Evaluation:
-            *values, counts = read()
-            return replace(self, values=dict(zip(self.values, values, strict=True)), counts=counts)
+    Returns:
+        A function that waits for them once.
+    """
+    read = begin_copies(
+        [leaf for one in evaluations for leaf in (*one.values.values(), one.counts)]
+    )
 
-        return arrived
+    def arrived() -> list[Evaluation]:
+        copies = iter(read())
+        return [
+            replace(one, values={name: next(copies) for name in one.values}, counts=next(copies))
+            for one in evaluations
+        ]
+
+    return arrived
 
 
 @dataclass

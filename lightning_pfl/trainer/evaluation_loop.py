@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -24,7 +24,7 @@ from lightning_pfl._lightning import (
     no_grad_context,
 )
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
+from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions, to_host
 from lightning_pfl.core.errors import format_names
 from lightning_pfl.core.randomness import derive, permutation, seeded
 from lightning_pfl.data.datasets import FederatedDataset
@@ -49,9 +49,6 @@ from lightning_pfl.trainer.data import (
 )
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
-Arriving = dict[str, Callable[[], Evaluation]]
-"""Results by prefix, on their way to the host."""
-
 
 @dataclass(frozen=True)
 class _Found:
@@ -64,14 +61,23 @@ class _Found:
         share: Share of the clients that was drawn, in (0, 1].
     """
 
-    results: Arriving
-    central: Arriving
+    results: dict[str, Evaluation]
+    central: dict[str, Evaluation]
     names: list[str]
     share: float
 
+    def to_host(self) -> Callable[[], _Found]:
+        """Begin to copy it to the host; the function that is returned waits for it."""
+        read = to_host([*self.results.values(), *self.central.values()])
 
-def _to_host(results: dict[str, Evaluation]) -> Arriving:
-    return {prefix: one.to_host() for prefix, one in results.items()}
+        def arrived() -> _Found:
+            each = iter(read())
+            results, central = (
+                {prefix: next(each) for prefix in some} for some in (self.results, self.central)
+            )
+            return replace(self, results=results, central=central)
+
+        return arrived
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     clients: Tensor
     table: ClientTable | None = None
     _named_nan: frozenset[str] = frozenset()
-    _unread: _Found | None = None
+    _unread: Callable[[], _Found] | None = None
     _verified: Any = None
 
     @property
@@ -287,11 +293,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
             rows = self.rows[torch.searchsorted(self.clients, everyone)]
             share = len(clients) / len(self.rows) if len(clients) else 1.0
             names = [data.names[row] for row in rows.tolist()]
-            found = _Found(_to_host(results), _to_host(central), names, share)
+            found = _Found(results, central, names, share).to_host()
             if self._trainer_fn == TrainerFn.FITTING and federation.overlaps_evaluation:
                 self._unread = found
             else:
-                self._report(found, late=False)
+                self._report(found(), late=False)
 
     def _further_sets(
         self, clients: Tensor, step: str, limit: float | int
@@ -352,7 +358,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         """
         if (found := self._unread) is not None:
             self._unread = None
-            self._report(found, late=True)
+            self._report(found(), late=True)
 
     def _report(self, found: _Found, late: bool) -> None:
         """Log the statistics, extend the per-client table, and record the round."""
@@ -360,8 +366,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()
-        results = {prefix: arrived() for prefix, arrived in found.results.items()}
-        central = {prefix: arrived() for prefix, arrived in found.central.items()}
+        results, central = found.results, found.central
         for prefix, evaluation in (*results.items(), *central.items()):
             numbers = summaries(evaluation, prefix, found.share)
             if central.get(prefix) is evaluation:  # one value has no statistics

@@ -65,7 +65,7 @@ class RoundLog:
         self.logger = tuple(name for name in self.values if name not in silent)
         self._warn_of_clients(federation, round, verdict)
         training = int(round.info.steps.sum()) and nbytes(result.uploads)
-        if training and result.loss.isnan().all() and not verdict.norms.any():
+        if training and not verdict.norms.any() and result.loss.isnan().all():
             self.warn(
                 {
                     "no loss": f"No client has changed anything in round {round.number}, and none "

@@ -268,6 +268,11 @@ def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
     assert_waits_no_more(waits(more=True), waits(more=False))
 
 
+def test_a_round_waits_for_the_gate_the_logs_the_servers_step_and_the_evaluation() -> None:
+    many, few = (elsewhere(FedAvg(), rounds=rounds).waits for rounds in (6, 5))
+    assert many - few == {"aten::_to_copy": 3, "event": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_no_step_of_an_optimizer_waits_for_the_device(optimizer: Any) -> None:
