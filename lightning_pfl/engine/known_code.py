@@ -342,6 +342,9 @@ class CodeReader:
         for part in (*self._own, *self._layers):
             if isinstance(part, nn.Module) and type(vars(part).get(name)) is Tensor:
                 self.read[part, name] = None
+        for layer in self._layers:
+            if name in vars(layer):  # which a user may have set
+                self._value(name, vars(layer)[name])
         for kind in self._kinds:
             if name in vars(kind):
                 self._of_class(kind, name)
@@ -355,8 +358,9 @@ class CodeReader:
     def _is_attribute(self, part: nn.Module, name: str) -> bool:
         """Whether a layer has an attribute, which then is required to be known."""
         held = vars(part)
-        if name in held and name != "log":
-            if isinstance(part, L.LightningModule) and name in BOOKS and name != "training":
+        lightnings = isinstance(part, L.LightningModule)
+        if name in held and not (lightnings and name == "log"):
+            if lightnings and name in BOOKS and name != "training":
                 unknown(f"it reads {name!r}")
             self._value(name, held[name])
             return True
@@ -529,6 +533,7 @@ class CodeReader:
 
     def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
         """Require ``hparams.name`` or ``hparams["name"]``; return the position behind the name."""
+        self._attribute("hparams")  # which a layer may hold, too
         kind, name = code[at] if at < len(code) else ("", "")
         constant = kind == "LOAD_CONST" and isinstance(name, str)
         if constant and code[at + 1][0] not in ("BINARY_SUBSCR", "BINARY_OP"):

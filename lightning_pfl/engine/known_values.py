@@ -8,6 +8,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import AttributeDict
 
 from lightning_pfl.engine.safety.snapshot import MEMBERS, is_plain
 
@@ -52,7 +53,7 @@ def held_by(value: Any, depth: int = HELD) -> list[Any] | None:
 
     None where it holds, or is, something else.
     """
-    if not depth or not (type(value) in (list, dict, tuple) or _is_record(value)):
+    if not depth or not (type(value) in (list, dict, tuple, AttributeDict) or _is_record(value)):
         return None
     inside = value if isinstance(value, (list, dict, tuple)) else vars(value)
     keys, members = (inside.keys(), inside.values()) if isinstance(inside, dict) else ((), inside)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import AttributeDict
 from torch import Tensor, nn
 
 from lightning_pfl.engine import instructions, known_code
+from lightning_pfl.engine.fingerprint import fingerprint
 from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -254,6 +256,41 @@ def test_code_that_may_write_to_a_list_is_refused(body: str) -> None:
 def test_code_that_may_change_import_or_catch_something_is_refused(body: str) -> None:
     with pytest.raises(UnknownCodeError, match=r"changes, imports or catches|hparams"):
         read_by_step(network(body))
+
+
+class Settings:
+    """Has code of its own."""
+
+    weight = property(lambda self: 2.0)
+
+
+@pytest.mark.parametrize("name", ["hparams", "log"])
+def test_layers_may_hold_what_lightning_has_by_the_same_name(name: str) -> None:
+    """It is compared as other attributes are."""
+    one = network(f"return x * self.{name}['weight']")
+    one.hparams["weight"] = 2.0
+    layer: Any = one.get_submodule("backbone.0")
+    layer.__dict__[name] = AttributeDict(weight=2.0)
+    before = fingerprint(one)
+    read_by_step(one)
+    layer.__dict__[name]["weight"] = 3.0
+    assert fingerprint(one) != before
+    layer.__dict__[name] = Settings()
+    with pytest.raises(UnknownCodeError, match=name):
+        read_by_step(one)
+
+
+def test_a_list_of_a_layer_of_torch_is_not_written_to() -> None:
+    def tanh(body: str) -> PersonalizedModule:
+        one = network(body)
+        layer: Any = one.get_submodule("backbone.0")
+        layer.tanh = nn.Tanh()
+        layer.tanh.calls = [0]
+        return one
+
+    read_by_step(tanh("return self.tanh(x) * self.tanh.calls[0]"))
+    with pytest.raises(UnknownCodeError, match="may write to it"):
+        read_by_step(tanh("self.tanh.calls[0] += 1; return self.tanh(x)"))
 
 
 ABSENT = [

@@ -97,6 +97,28 @@ class ReadsType(ReadsAttribute):
         return loss * factor * (5 if isinstance(self.scale, float) else 7)
 
 
+class HoldsLog(Plain):
+    """Has a layer with an attribute that is called as Lightning's function for logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.append(Logging())
+
+    @property
+    def held(self) -> dict[str, float]:
+        held: dict[str, float] = self.backbone[-1].log  # type: ignore[assignment]
+        return held
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = {"gain": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.log["gain"]
+
+
 class HasOneOfTwo(ReadsAttribute):
     """Reads a layer that it has only with another setting."""
 
@@ -559,6 +581,7 @@ class HandsTheEpochOn(Plain):
 HONEST: list[Any] = [
     (HasOneOfTwo, set_scale),
     (ReadsType, set_type_of_number),
+    (HoldsLog, set_held),
     (LogsEpoch, nothing),
     (Warms, nothing),
     (Anneals, nothing),

@@ -24,10 +24,10 @@ DEPTH, MEMBERS = 4, 1000
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 FOREIGN = frozenset({"builtins", "functools", "lightning", "lightning_pfl", "logging", "torch"})
 """Packages whose objects have contents that no step of a user changes."""
-CONTENTS = frozenset({"_parameters", "_buffers", "_modules", "log"})
-"""Attributes that are replaced for a step: parameters, buffers and ``log``."""
-BOOKS = frozenset(vars(L.LightningModule()))
-"""Attributes that Lightning sets on a LightningModule, which no step reads."""
+CONTENTS = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes that are replaced for a step: parameters and buffers."""
+BOOKS = frozenset({*vars(L.LightningModule()), "log"})
+"""Attributes of a LightningModule that no step reads, and ``log``, which is replaced for a step."""
 HPARAMS = frozenset({"_hparams", "_hparams_name", "_hparams_initial"})
 """Those that ``save_hyperparameters`` sets."""
 
