@@ -41,6 +41,12 @@ MUTATORS = frozenset(
 SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+ASKS = "ASKS"
+"""In the place of the instruction that reads ``getattr`` or ``hasattr``, where it asks for an
+attribute by a name that stands there: that is in the place of the name."""
+ASKING = frozenset({"getattr", "hasattr"})
+VALUES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CONST", "LOAD_SMALL_INT")
+"""How instructions begin by which a value is at hand that stands there or is a local."""
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -62,7 +68,49 @@ def instructions(code: CodeType) -> list[tuple[str, Any]]:
     # A `with` has a handler of its own, which goes on with the error unless the context says no.
     if names.count("PUSH_EXC_INFO") > names.count("WITH_EXCEPT_START"):
         return [("SETUP_FINALLY", None)]
-    return [one for one in found if one[0] not in SILENT]
+    found = [one for one in found if one[0] not in SILENT]
+    for at, name in _asked(found).items():
+        found[at], found[name] = (ASKS, found[at][1]), ("LOAD_ATTR", found[name][1])
+    return found
+
+
+def _asked(code: list[tuple[str, Any]]) -> dict[int, int]:
+    """Return where code calls ``getattr`` or ``hasattr``, with where the attribute's name stands.
+
+    Those are left out that have it from elsewhere.
+    """
+    found = {}
+    for at, (kind, function) in enumerate(code):
+        if kind not in GLOBALS or function not in ASKING:
+            continue
+        if (name := _after_value(code, at + 1)) > at + 1 and names_alone(code, name, 1):
+            found[at] = name
+    return found
+
+
+def names_alone(code: list[tuple[str, Any]], at: int, before: int) -> bool:
+    """Whether a text that stands there is an argument of the call behind it, as it is.
+
+    Args:
+        code: Instructions.
+        at: The text's position.
+        before: How many arguments are before it. There may be another one behind it.
+    """
+    kind, text = code[at]
+    if kind != "LOAD_CONST" or not isinstance(text, str):
+        return False
+    end = _after_value(code, at + 1)
+    kind, count = code[end]
+    return kind.startswith("CALL") and count == before + 1 + (end > at + 1)
+
+
+def _after_value(code: list[tuple[str, Any]], at: int) -> int:
+    """Return the position behind a local, a constant or an attribute of it; else the same."""
+    if code[at][0].startswith(VALUES):
+        at += 1
+        while code[at][0] in ATTRIBUTES:
+            at += 1
+    return at
 
 
 @cache
@@ -71,16 +119,19 @@ def read_of_first(code: CodeType) -> frozenset[str]:
     if not code.co_argcount:
         return frozenset()
     first, found, others, is_next = code.co_varnames[0], set[str](), set[str](), False
+    every = [one for one in dis.get_instructions(code) if one.opname not in SILENT]
+    names = _asked([(one.opname, one.argval) for one in every]).values()
+    asked = {every[at].offset for at in names}
     for one in dis.get_instructions(code):
         # Python 3.13 and later have instructions for two locals, of which the second is on top.
-        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        written = names[:1] if "LOAD_FAST" in one.opname else names  # STORE_FAST_LOAD_FAST
+        locals_ = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        written = locals_[:1] if "LOAD_FAST" in one.opname else locals_  # STORE_FAST_LOAD_FAST
         if one.opname.startswith(("STORE_FAST", "DELETE_FAST")) and first in written:
             return frozenset()
-        if one.opname in ATTRIBUTES:
+        if one.opname in ATTRIBUTES or one.offset in asked:
             # A jump to it may come with another object.
             (found if is_next and not one.is_jump_target else others).add(one.argval)
-        is_next = "LOAD_FAST" in one.opname and names[-1] == first
+        is_next = "LOAD_FAST" in one.opname and locals_[-1] == first
     return frozenset(found - others)
 
 

@@ -21,12 +21,14 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.engine.epoch import EPOCH
 from lightning_pfl.engine.instructions import (
+    ASKS,
     ATTRIBUTES,
     COMPUTING,
     GLOBALS,
     codes_in,
     instructions,
     may_write,
+    names_alone,
     read_of_first,
 )
 from lightning_pfl.engine.known_values import HARMLESS, held_by, is_constant
@@ -273,7 +275,7 @@ class CodeReader:
     def _require_layers_alone(self) -> None:
         """Require that what reads an attribute that no layer has is called with layers alone.
 
-        Then it is an error where code comes to it, and no layer's code otherwise.
+        Then it is an error where code comes to it, or what `getattr` has for this case.
         """
         named = any(isinstance(one, type) and one in self._kinds for one in self.read.values())
         for function, name in self._absent:
@@ -414,12 +416,17 @@ class CodeReader:
             return True
         return False
 
-    def _hyperparameter(self, name: str) -> None:
-        """Require an entry of ``self.hparams`` to be a number."""
+    def _hyperparameter(self, name: str, default: bool = False) -> None:
+        """Require an entry of ``self.hparams`` to be a number.
+
+        Args:
+            name: Its name.
+            default: Whether there may be none.
+        """
         for part in self._own:
             if isinstance(part, L.LightningModule):
                 held = dict(part.hparams)
-                if name not in held or not is_constant(held[name]):
+                if not (is_constant(held[name]) if name in held else default):
                     unknown(f"it reads {name!r} of hparams")
 
     # --- functions ---
@@ -475,6 +482,10 @@ class CodeReader:
             self._writes |= not ours and may_write(kind, name)
             if kind in GLOBALS:
                 at = self._name(function, name, code, at)
+            elif kind == ASKS:
+                self.read[function, name] = vars(builtins).get(name)
+                if name in function.__globals__:
+                    unknown(f"it calls {name!r}")
             elif kind in ATTRIBUTES and name == "hparams":
                 at = self._hparams(code, at)
             elif kind in ATTRIBUTES and name == "trainer":
@@ -532,15 +543,23 @@ class CodeReader:
             unknown(f"it reads {name!r}")
 
     def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
-        """Require ``hparams.name`` or ``hparams["name"]``; return the position behind the name."""
+        """Require what is done with ``hparams`` to be known; return the position behind it.
+
+        That is ``hparams.name``, ``hparams["name"]``, ``hparams.get("name")`` and ``in hparams``.
+        """
         self._attribute("hparams")  # which a layer may hold, too
-        kind, name = code[at] if at < len(code) else ("", "")
-        constant = kind == "LOAD_CONST" and isinstance(name, str)
-        if constant and code[at + 1][0] not in ("BINARY_SUBSCR", "BINARY_OP"):
-            constant = False
-        if any("hparams" in vars(one) for one in self._kinds) or not (
-            constant or kind in ATTRIBUTES
-        ):
+        kind, name = code[at]
+        if any("hparams" in vars(one) for one in self._kinds):
+            unknown("it reads hparams")
+        if kind == "CONTAINS_OP":
+            return at
+        if kind in ATTRIBUTES and name == "get" and names_alone(code, at + 1, 0):
+            self._hyperparameter(code[at + 1][1], default=True)
+            return at + 2
+        stands = kind == "LOAD_CONST" and isinstance(name, str)
+        if stands and code[at + 1][0] not in ("BINARY_SUBSCR", "BINARY_OP"):
+            stands = False
+        if not (stands or kind in ATTRIBUTES):
             unknown("it reads hparams")
         self._hyperparameter(name)
         return at + 1

@@ -276,7 +276,7 @@ class HelperOfForward(nn.Module):
 
 class Dynamic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * float(getattr(self, "gain", 1.0))
+        return x * float(getattr(self, f"gain{x.dim()}", 1.0))
 
 
 class Default(nn.Module):

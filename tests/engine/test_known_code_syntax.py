@@ -258,6 +258,123 @@ def test_code_that_may_change_import_or_catch_something_is_refused(body: str) ->
         read_by_step(network(body))
 
 
+# Each asks for NAME, which no layer has at first.
+ASKS = [
+    "return getattr(self, 'NAME')(x)",
+    "return x if getattr(self, 'NAME', None) is None else self.NAME(x)",
+    "return self.NAME(x) if hasattr(self, 'NAME') else x",
+    "return getattr(self, 'NAME', self.gain) * x",
+    "return getattr(self, 'NAME', x)",
+    "return x * (getattr(self, 'NAME', 2) if hasattr(self, 'NAME') else 1)",
+]
+ASKS_BY_ANOTHER_NAME = [
+    "return getattr(self, 'NAME' + str(x.dim()), x)",
+    "return getattr(self, f'NAME{x.dim()}', x)",
+    "return getattr(self, f'NAME{x.dim()}')(x)",
+    "return getattr(self, 'NAME'.lower(), x)",
+    "return getattr(self, 'NAME' if x.dim() else 'gain', x)",
+    "return getattr(x if x.dim() else self, 'NAME', x)",
+    "return getattr(F, 'NAME', x)",
+    "return getattr(*(self, 'NAME', x))",
+    "return [*map(getattr, [self], ['NAME'])]",
+    "return self.other(getattr, self, 'NAME')",
+    "ask = getattr; return ask(self, 'NAME')",
+    "return getattr(self, 'NAME', [x])",
+]
+ASKS_FOR_MORE = [
+    "return getattr(x, 'absent', x)",
+    "self = x; return getattr(self, 'absent', x)",
+    "return getattr(self, 'absent', x) + hasattr(x, 'absent')",
+    "return x * len([y for y in x if hasattr(self, 'absent')])",
+    "return x * getattr(x, 'item')()",
+    "return getattr(self, 'held', x)",
+    "return x * hasattr(self, 'trainer')",
+    "return x * hasattr(self, '__dict__')",
+    "return x if getattr(self, 'hparams', None) is None else -x",
+]
+
+
+@pytest.mark.parametrize("body", ASKS)
+def test_attributes_that_are_asked_for_by_a_name_that_stands_there(body: str) -> None:
+    """Recordings compare which ones a layer has."""
+    one = network(body.replace("NAME", "absent"))
+    layer: Any = one.get_submodule("backbone.0")
+    for held in (2.0, [2.0], nn.Linear(4, 4)):
+        read_by_step(one)
+        layer.absent = held
+        read_by_step(one)
+        del layer.absent
+    layer.absent = [object()]
+    with pytest.raises(UnknownCodeError, match="'absent'"):
+        read_by_step(one)
+
+
+@pytest.mark.parametrize("body", ASKS)
+def test_a_function_in_the_place_of_pythons_is_refused(body: str) -> None:
+    one = network(body.replace("NAME", "gain"))
+    read_by_step(one)
+    names = vars(type(one.get_submodule("backbone.0")))["forward"].__globals__
+    names["getattr"] = names["hasattr"] = lambda *_: 2.0
+    with pytest.raises(UnknownCodeError, match=r"'getattr'|'hasattr'"):
+        read_by_step(one)
+
+
+@pytest.mark.parametrize("body", ASKS_BY_ANOTHER_NAME)
+def test_attributes_whose_names_come_from_elsewhere_are_refused(body: str) -> None:
+    with pytest.raises(UnknownCodeError, match="'getattr'"):
+        read_by_step(network(body.replace("NAME", "gain")))
+
+
+@pytest.mark.parametrize("body", ASKS_FOR_MORE)
+def test_attributes_that_are_asked_for_and_not_known_are_refused(body: str) -> None:
+    with pytest.raises(UnknownCodeError, match=r"absent|item|held|trainer|__dict__|hparams"):
+        read_by_step(network(body))
+
+
+OF_HPARAMS = [
+    "return x * self.hparams.get('weight', 1.0)",
+    "return x * (self.hparams.get('weight') or 2.0)",
+    "return x * self.hparams.get('weight', self.gain)",
+    "return x * self.hparams.weight",
+    "return x * self.hparams['weight']",
+]
+MORE_OF_HPARAMS = [
+    "return x * self.hparams.get('wei' + 'ght'.lower())",
+    "return x * self.hparams.get(self.name, 1.0)",
+    "return [*map(self.hparams.get, ['weight'])]",
+    "return super().forward(self.hparams.get, 'weight')",
+    "return x * len(self.hparams)",
+    "self.hparams.update(weight=2.0); return x",
+    "self.hparams.setdefault('weight', 2.0); return x",
+    "return x * (self.hparams in [x])",
+]
+
+
+@pytest.mark.parametrize("body", OF_HPARAMS)
+def test_hyperparameters_that_are_numbers(body: str) -> None:
+    one = network(body)
+    one.hparams["weight"] = 2.0
+    read_by_step(one)
+    one.hparams["weight"] = [2.0]
+    with pytest.raises(UnknownCodeError, match="'weight' of hparams"):
+        read_by_step(one)
+
+
+def test_hyperparameters_that_may_be_missing() -> None:
+    for body in OF_HPARAMS[:3]:
+        read_by_step(network(body))
+    for body in OF_HPARAMS[3:]:
+        with pytest.raises(UnknownCodeError, match="'weight' of hparams"):
+            read_by_step(network(body))
+    read_by_step(network("return x if 'weight' in self.hparams else 2 * x"))
+
+
+@pytest.mark.parametrize("body", MORE_OF_HPARAMS)
+def test_what_else_code_does_with_hyperparameters_is_refused(body: str) -> None:
+    with pytest.raises(UnknownCodeError, match="hparams"):
+        read_by_step(network(body))
+
+
 class Settings:
     """Has code of its own."""
 

@@ -43,6 +43,8 @@ def as_they_were(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, inspect.getattr_static(owner, name))
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         patch.setattr(turned, name, getattr(turned, name))
+    if "of_class" in vars(Asks):
+        del Asks.of_class  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.float32)
     random.seed(0)
     np.random.seed(0)
@@ -95,6 +97,22 @@ class ReadsType(ReadsAttribute):
     def scaled(self, loss: Tensor) -> Tensor:
         factor = 2 if self.scale is True else math.copysign(3.0, self.scale)
         return loss * factor * (5 if isinstance(self.scale, float) else 7)
+
+
+class Asks(ReadsAttribute):
+    """Asks for what it may have: an attribute, one of its class, a layer, a hyper-parameter."""
+
+    layer: Any
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        loss = loss * getattr(self, "late", 1.0) + 0.1 * hasattr(self, "late")
+        late = getattr(self, "of_class", None)
+        if late is not None:
+            loss = late(loss)
+        if hasattr(self, "layer"):
+            loss = loss + self.layer.weight.square().sum()
+        weight: float = self.hparams.get("weight", 0.5) + ("weight" in self.hparams)
+        return loss * weight
 
 
 class HoldsLog(Plain):
@@ -314,6 +332,22 @@ class Weighted(PersonalizedModule):
 
 def set_scale(module: Any, number: int) -> None:
     module.scale = 1.0 + 0.1 * number
+
+
+def set_late(module: Any, number: int) -> None:
+    if hasattr(module, "late"):
+        del module.late
+    else:
+        module.late = 1.0 + 0.1 * number
+    module.hparams.pop("weight", None)
+    if number % 3 == 1:
+        module.hparams["weight"] = 1.0 + 0.1 * number
+        Asks.of_class = lambda self, loss: 2 * loss  # type: ignore[attr-defined]
+    if number % 3 == 2:
+        if "of_class" in vars(Asks):
+            del Asks.of_class  # type: ignore[attr-defined]
+        module.layer = nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False)
+        nn.init.ones_(module.layer.weight)
 
 
 def set_type_of_number(module: Any, number: int) -> None:
@@ -581,6 +615,7 @@ class HandsTheEpochOn(Plain):
 HONEST: list[Any] = [
     (HasOneOfTwo, set_scale),
     (ReadsType, set_type_of_number),
+    (Asks, set_late),
     (HoldsLog, set_held),
     (LogsEpoch, nothing),
     (Warms, nothing),
