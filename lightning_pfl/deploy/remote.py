@@ -329,54 +329,9 @@ class RemoteCohort(Cohort):
         Returns:
             Answers of the nodes whose models are in the mean.
         """
-        federation, found = self.federation, dict[int, Answer]()
-        assert federation.secure is not None
-        at = {name: k for k, name in enumerate(federation.names_of(self.info))}
-        owners: dict[str, list[str]] = {}
-        for name in at:
-            owners.setdefault(federation.nodes.owners[name], []).append(name)
-        parties = {at[clients[0]]: clients for clients in owners.values()}
-        party_of = {name: party for party, clients in parties.items() for name in clients}
-        floats = [leaf[0] for leaf in uploads["model"].values() if leaf.is_floating_point()]
-        entries = sum(leaf.numel() for leaf in floats)
-
-        def ask(records: Mapping[int, Any], training: bool) -> dict[int, Any]:
-            places = torch.tensor([at[name] for party in records for name in parties[party]])
-            written = {party: to_bytes(record) for party, record in records.items()}
-            replies = {}
-            for answer in federation.ask(
-                "train" if training else "mask",
-                self.info.rows(places),
-                rows(self.received, places) if training else {},
-                MASKED * form_nbytes(form),
-                record=lambda clients: written[party_of[clients[0]]],
-                parties=party_of,
-            ):
-                party = party_of[answer.clients[0]]
-                try:
-                    packet = _require(answer, "trained" if training else "masked")
-                    if answer.clients != parties[party] or "record" not in packet.arrays:
-                        raise PacketError("answer isn't the record of a node's clients")
-                    record = from_bytes(packet.arrays.pop("record"))
-                    if training:
-                        check_masked(record, entries)
-                        found[party] = replace(answer, at=places_of(answer))
-                    replies[party] = record
-                except UNREADABLE as error:
-                    if party not in found:  # else its model is in the mean
-                        ids = self.info.index[[at[name] for name in answer.clients]].tolist()
-                        self.failed |= dict.fromkeys(ids, str(error))
-            return replies
-
-        def places_of(answer: Answer) -> Tensor:
-            return torch.tensor([at[name] for name in answer.clients])
-
-        weights = self.info.weights
-        shares = {
-            party: float(weights[[at[name] for name in clients]].sum())
-            for party, clients in parties.items()
-        }
-        aggregation = Aggregation(shares, federation.secure, ask)
+        assert self.federation.secure is not None
+        parties = _Parties(self, form, uploads["model"])
+        aggregation = Aggregation(parties.weights(), self.federation.secure, parties.ask)
         aggregation.run()
         if aggregation.mean is None:
             reason = "too few nodes stayed for secure aggregation"
@@ -384,7 +339,7 @@ class RemoteCohort(Cohort):
             return []
         for name, leaf in split(aggregation.mean, uploads["model"]).items():
             uploads["model"][name][:] = leaf
-        return [found[party] for party in sorted(aggregation.included)]
+        return [parties.trained[party] for party in sorted(aggregation.included)]
 
     def _read(
         self, answer: Answer, info: ClientInfo, form: Form
@@ -415,6 +370,79 @@ class RemoteCohort(Cohort):
         verdict = super().accept_uploads(work)
         verdict.rejected |= self.failed
         return verdict
+
+
+class _Parties:
+    """The nodes of a round with secure aggregation, of which each has one mask for its clients.
+
+    A party is named by the position of its first client.
+
+    Args:
+        cohort: The clients of the round.
+        form: The form of an upload.
+        model: Uploaded models, ``(clients, ...)``.
+
+    Attributes:
+        trained: The answers of parties that have trained, whose models are in the mean.
+    """
+
+    def __init__(self, cohort: RemoteCohort, form: Form, model: Tree) -> None:
+        self.cohort, self.trained = cohort, dict[int, Answer]()
+        self._largest = MASKED * form_nbytes(form)
+        floats = [leaf[0] for leaf in model.values() if leaf.is_floating_point()]
+        self._entries = sum(leaf.numel() for leaf in floats)
+        federation = cohort.federation
+        self._at = {name: k for k, name in enumerate(federation.names_of(cohort.info))}
+        owned: dict[str, list[str]] = {}
+        for name in self._at:
+            owned.setdefault(federation.nodes.owners[name], []).append(name)
+        self._clients = {self._at[clients[0]]: clients for clients in owned.values()}
+        self._of = {name: party for party, clients in self._clients.items() for name in clients}
+
+    def weights(self) -> dict[int, float]:
+        """Return the weight of each party's clients."""
+        weights = self.cohort.info.weights
+        return {
+            party: float(weights[self._places(clients)].sum())
+            for party, clients in self._clients.items()
+        }
+
+    def ask(self, records: Mapping[int, Any], training: bool) -> dict[int, Any]:
+        """Bring the records of a stage to the parties; see :class:`Aggregation`."""
+        cohort = self.cohort
+        places = self._places(name for party in records for name in self._clients[party])
+        written = {party: to_bytes(record) for party, record in records.items()}
+        answers = cohort.federation.ask(
+            "train" if training else "mask",
+            cohort.info.rows(places),
+            rows(cohort.received, places) if training else {},
+            self._largest,
+            record=lambda clients: written[self._of[clients[0]]],
+            parties=self._of,
+        )
+        replies = {}
+        for answer in answers:
+            party = self._of[answer.clients[0]]
+            try:
+                replies[party] = self._read(answer, party, training)
+            except UNREADABLE as error:
+                if party not in self.trained:  # else its model is in the mean
+                    ids = cohort.info.index[self._places(answer.clients)].tolist()
+                    cohort.failed |= dict.fromkeys(ids, str(error))
+        return replies
+
+    def _read(self, answer: Answer, party: int, training: bool) -> Any:
+        packet = _require(answer, "trained" if training else "masked")
+        if answer.clients != self._clients[party] or "record" not in packet.arrays:
+            raise PacketError("answer isn't the record of a node's clients")
+        record = from_bytes(packet.arrays.pop("record"))
+        if training:
+            check_masked(record, self._entries)
+            self.trained[party] = replace(answer, at=self._places(answer.clients))
+        return record
+
+    def _places(self, clients: Iterable[str]) -> Tensor:
+        return torch.tensor([self._at[name] for name in clients])
 
 
 def plain_form(form: Form) -> Form:

@@ -156,15 +156,7 @@ class StageSetup:
         self.saved = None
         self._begin_engines(trainer, training, fresh, saved)
         if fitting:
-            loop = fit_loop(trainer)
-            loop.find_learners()
-            splits = [architecture.parameter_split for architecture in federation.architectures]
-            loop.module_at_start = checks.ModuleAtStart(
-                splits, module, connected(trainer).callbacks
-            )
-            _note_parts(federation, module)
-            self._report(trainer)
-            log_settings(trainer, self._settings(trainer))
+            self._begin_fit(trainer, module)
 
     def _check_begins(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that a stage may begin a federation without a checkpoint."""
@@ -175,6 +167,16 @@ class StageSetup:
         if self._owner is not None:
             checks.check_kept(trainer, self._owner[0], self.federation.rounds)
         _warn_of_lost_parts(module)
+
+    def _begin_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Find who can learn, note the module as it is, and say what runs."""
+        federation, loop = self.federation, fit_loop(trainer)
+        loop.find_learners()
+        splits = [architecture.parameter_split for architecture in federation.architectures]
+        loop.module_at_start = checks.ModuleAtStart(splits, module, connected(trainer).callbacks)
+        _note_parts(federation, module)
+        self._report(trainer)
+        log_settings(trainer, self._settings(trainer))
 
     def _split_data(self, trainer: L.Trainer) -> None:
         """Let the data module and the loops keep the samples of this process's clients alone."""
