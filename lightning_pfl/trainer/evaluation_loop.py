@@ -52,7 +52,7 @@ from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 @dataclass(frozen=True)
 class _Found:
-    """What an evaluation has found.
+    """The findings of an evaluation.
 
     Attributes:
         results: The clients' results by prefix.
