@@ -269,7 +269,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_overlap(trainer: L.Trainer, device: torch.device) -> None:
-    """Require a device that computes while Python goes on, and nothing that acts on a round's values.
+    """Require a device that computes while Python goes on, and nothing that waits for values.
 
     Raises:
         MisconfigurationException: For a CPU, and for callbacks and schedulers that monitor a value.
