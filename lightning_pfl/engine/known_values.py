@@ -22,6 +22,7 @@ HARMLESS = frozenset(
         *("__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__", "__repr__"),
         *("__parameters__", "__orig_bases__", "__abstractmethods__", "__annotate_func__"),
         *("__annotations_cache__", "__type_params__", "__jit_unused_properties__"),
+        "__slotnames__",  # which stays there after an object was copied
     }
 )
 """Names of Python's in a class by which attributes and operators mean what they always do."""

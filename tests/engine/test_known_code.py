@@ -1,5 +1,6 @@
 """Layers whose code shows that it reads inputs and attributes alone."""
 
+import copy
 import functools
 import math
 import sys
@@ -425,6 +426,21 @@ def test_what_a_user_has_set_on_a_layer_of_torch() -> None:
     read_by_step(module(ReadsScale(tanh)))
     with pytest.raises(UnknownCodeError, match="_scale"):
         read_by_step(module(ReadsPrivate(tanh)))
+
+
+def test_copies_of_objects_leave_them_known() -> None:
+    """Python notes something in the class of what it copies."""
+    settings = Copied()
+    one = module(ReadsScale(settings))
+    read_by_step(one)
+    copy.deepcopy(settings)
+    assert "__slotnames__" in vars(Copied)
+    read_by_step(one)
+
+
+@dataclass
+class Copied:
+    scale: float = 2.0
 
 
 def test_layers_of_inputs_and_attributes() -> None:
