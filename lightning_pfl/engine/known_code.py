@@ -39,6 +39,8 @@ Read = dict[tuple[Any, str], Any]
 """By owner and name: the functions and the numbers that code reads outside of layers."""
 OURS = ("torch", "torchmetrics", "math", "typing", "lightning_pfl")
 """Packages whose functions read their arguments alone, but for :data:`READING`."""
+DEFAULT, AROUND = "default", "around"
+"""How names begin in :data:`Read` of what a function has besides its code and global names."""
 FUNCTIONAL = "torch.nn.functional"
 FRAMEWORKS = ("torch", "lightning", "builtins", "abc", "typing")
 """Packages whose classes aren't read."""
@@ -153,7 +155,22 @@ def _now(owner: Any, name: str) -> Any:
         return vars(owner).get(name)
     if name == "__code__":
         return owner.__code__
+    kind, _, of = name.partition(" ")
+    if kind in (DEFAULT, AROUND):
+        return (_defaults(owner) if kind == DEFAULT else _around(owner)).get(of)
     return owner.__globals__.get(name, vars(builtins).get(name))
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Return a function's defaults, by number or name."""
+    found = {str(at): value for at, value in enumerate(function.__defaults__ or ())}
+    return found | (function.__kwdefaults__ or {})
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    """Return the values of the variables around a function that have one."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 def asks_for_places(read: Read) -> bool:
@@ -443,13 +460,13 @@ class CodeReader:
         if function in self._seen:
             return
         self._seen.add(function)
-        defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+        defaults = _defaults(function)
         more = [name for name in vars(function) if not name.startswith("__")]
         if more or not all(map(is_constant, defaults.values())):
             unknown(f"{function.__qualname__} has attributes, or objects as defaults")
         # These can be replaced, too.
         self.read[function, "__code__"] = function.__code__
-        self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
+        self.read.update({(function, f"{DEFAULT} {at}"): value for at, value in defaults.items()})
         self._closure(function)
         of_first = read_of_first(function.__code__) if bound else frozenset[str]()
         absent = {name for name in of_first if not any(_has(part, name) for part in self._own)}
@@ -459,13 +476,13 @@ class CodeReader:
 
     def _closure(self, function: FunctionType) -> None:
         """Require the variables around a function to be numbers or known functions, which stay."""
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
+        names, around = function.__code__.co_freevars, _around(function)
+        for name in names:
             if name == "__class__":
                 continue
-            if cell == CellType():
+            if name not in around:
                 unknown(f"{name!r} around {function.__qualname__} has no value")
-            value = self.read[function, f"around {name}"] = cell.cell_contents
+            value = self.read[function, f"{AROUND} {name}"] = around[name]
             if not is_constant(value):
                 self._known(name, value)
         for code in codes_in(function.__code__):

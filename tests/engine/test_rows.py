@@ -193,7 +193,36 @@ def all_keys(samples: Any) -> Any:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
+def stacking(at: int) -> tuple[Any, Any]:
+    """A function that makes minibatches by a number around it, and one that sets this number."""
+
+    def enclosed(samples: Any) -> Any:
+        return part(samples, at)
+
+    def set_enclosed(_: Any) -> None:
+        nonlocal at
+        at = 0
+
+    return enclosed, set_enclosed
+
+
+enclosed, set_enclosed = stacking(1)
+
+
+def by_default(samples: Any, first: int = 0, *, second: int = 1) -> Any:
+    return part(samples, first), part(samples, second)
+
+
+def set_default(_: Any) -> None:
+    by_default.__defaults__ = (1,)
+
+
+def set_named_default(_: Any) -> None:
+    by_default.__kwdefaults__ = {"second": 0}
+
+
 STACKED: dict[str, Callable[[], DataLoader[Any]]] = {
+    **{function.__name__: by(function) for function in (enclosed, by_default)},
     **{function.__name__: by(function) for function in (columns, as_tuple, by_part, by_number)},
     **{function.__name__: by(function, Dicts) for function in (renamed, all_keys)},
     "lambda": by(lambda samples: torch.stack([y for _, y in samples])),
@@ -564,7 +593,9 @@ OTHERS: dict[str, Callable[[], DataLoader[Any]]] = (
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     owners = (HERE, "SHIFT"), (HERE, "label"), (HERE, "part"), (Pairs, "__getitem__")
-    for owner, name in (*owners, (columns, "__code__")):
+    defaults = ((by_default, "__defaults__"), (by_default, "__kwdefaults__"))
+    cell = enclosed.__closure__[0]
+    for owner, name in (*owners, *defaults, (columns, "__code__"), (cell, "cell_contents")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
@@ -728,6 +759,8 @@ CHANGES: dict[str, tuple[Callable[[], DataLoader[Any]], Change]] = {
             *((own(Pairs), one) for one in (replace_code, become_another, stack_otherwise, shrink)),
             *((by(by_part), one) for one in (stack_others, replace_part, stack_otherwise)),
             *((by(columns), one) for one in (replace_columns, write, write_unseen)),
+            *((by(by_default), one) for one in (set_default, set_named_default)),
+            (by(enclosed), set_enclosed),
             *((subset, choose_others), (generated, draw_otherwise), (chosen, count_back)),
         )
     )
@@ -755,6 +788,8 @@ def test_what_changes_is_seen(
     assert count >= (EPOCHS - 3) * len(make())
     HERE.SHIFT, HERE.label, Pairs.__getitem__ = 0, LABEL, GETITEM  # type: ignore[method-assign]
     HERE.part, columns.__code__ = PART, COLUMNS
+    by_default.__defaults__, by_default.__kwdefaults__ = (0,), {"second": 1}
+    enclosed.__closure__[0].cell_contents = 1
     assert_same(found, epochs(make, monkeypatch, False, change, within)[0])
     unchanged = epochs(make, monkeypatch, gathers=False)[0]
     with pytest.raises(AssertionError):
