@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_pfl.deploy.nodes import Presence, Reply
@@ -53,6 +54,8 @@ class Tasks:
 
         self.address, self.kind = address, kind
         self.certificate = None if certificate is None else certificate.read_bytes()
+        self._lock = Lock()
+        self._next: tuple[int, str] | None = None  # the task after the one that is answered
         protected = {"/flwr.proto.Runtime/AcquireTask"}
         self._signed = self._client(
             SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=protected)
@@ -105,13 +108,21 @@ class Tasks:
             push_task_output,
         )
 
-        if (task := self.acquire()) is None:
+        task, self._next = self._next or self.acquire(), None
+        if task is None:
             return False
         with closing(self._client(RuntimeTokenHttpInterceptor(task[1]))) as client, alive(client):
+            client.PullObject = unless_lost(client.PullObject, self._has_another)
             message, context, *_ = pull_task_input(client)
             push_message(client, handle(message), context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
         return True
+
+    def _has_another(self) -> bool:
+        """Whether there is a task after the one that is answered."""
+        with self._lock:
+            self._next = self._next or self.acquire()
+            return self._next is not None
 
 
 @contextmanager
@@ -158,6 +169,34 @@ def answer_with(handle: Callable[[bytes], bytes]) -> Callable[[Message], Message
     return lambda message: Message(content(handle(read(message))), reply_to=message)
 
 
+def unless_lost(
+    pull: Callable[[Any], Any], has_another: Callable[[], bool]
+) -> Callable[[Any], Any]:
+    """Refuse to wait for a part of a message that can't come any more, as its sender was killed.
+
+    A SuperNode takes a message whole before the next one, so that parts which are missing once it
+    has another are lost. Flower would ask for them for two hours.
+
+    Args:
+        pull: Pulls a part of a message.
+        has_another: Whether the SuperNode has another message.
+
+    Returns:
+        A function like ``pull``, which raises PacketError for such a part.
+    """
+
+    def pull_unless_lost(request: Any) -> Any:
+        def misses(response: Any) -> bool:
+            return response.object_found and not response.object_available
+
+        response = pull(request)
+        if misses(response) and has_another() and misses(response := pull(request)):
+            raise PacketError("message has lost its content")
+        return response
+
+    return pull_unless_lost
+
+
 class Orders:
     """The orders to a SuperLink: whose keys are let in, and what is run.
 
@@ -199,6 +238,20 @@ class Orders:
         except HTTPStatusError as error:
             if "already" not in error.response.text:
                 raise
+
+    def stop_runs(self) -> None:
+        """Stop the runs of earlier starts.
+
+        One that was killed may have announced a message and not sent it. A SuperNode waits for it
+        as long as that run lasts, and takes no other.
+        """
+        from flwr.common.constant import Status
+        from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
+
+        listed = self._client.ListRuns(ListRunsRequest())
+        for number, run in listed.run_dict.items():
+            if run.status.status != Status.FINISHED:
+                self._client.StopRun(StopRunRequest(run_id=number))
 
     def start_run(self) -> int:
         """Start a run, in which this process speaks for the server; returns its number."""

@@ -295,6 +295,7 @@ def connect(
         with closing(Orders(here, secret, certificate)) as orders:
             for node, path in public.items():
                 orders.register(node, path)
+            orders.stop_runs()
             run = orders.start_run()
         with closing(Tasks(here, "flwr-serverapp", secret, certificate)) as tasks:
             grid = open_grid(opened, tasks, run)

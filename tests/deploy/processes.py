@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,12 +73,12 @@ def start(what: str, folder: Path) -> Running:
         )
 
 
-def fork(what: str, folder: Path) -> Running:
-    """Start the same from a process that has imported what it needs, once for all of them."""
+def fork(what: str, folder: Path, run: Callable[[str, Path], None] | None = None) -> Running:
+    """Start the same, or ``run``, from a process that has imported what it needs, once for all."""
     (folder / "out.txt").touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=run_in, args=(what, folder))
+    process = context.Process(target=run or run_in, args=(what, folder))
     process.start()
     return Forked(process)
 
@@ -90,6 +91,22 @@ def run_in(what: str, folder: Path) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     commands.main([what])
+
+
+def killed_while_sending(what: str, folder: Path) -> None:
+    """Be a server that is killed, with its SuperLink, once it has announced a second message."""
+    grid: Any = import_module("flwr.superlink.grid.http_grid")
+    push, pushed = grid.push_objects, []
+
+    def push_or_die(*args: Any, **kwargs: Any) -> None:
+        pushed.append(1)
+        if len(pushed) > 1:
+            time.sleep(3)  # the SuperNode has heard of it
+            os.killpg(os.getpid(), signal.SIGKILL)
+        push(*args, **kwargs)
+
+    grid.push_objects = push_or_die
+    run_in(what, folder)
 
 
 class Processes:

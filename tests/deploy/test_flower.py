@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pfl.deploy.flower import FlowerLine, answer_with, bounded
+from lightning_pfl.deploy.flower import FlowerLine, answer_with, bounded, unless_lost
 from lightning_pfl.deploy.node import Node
 from lightning_pfl.deploy.nodes import Reply
 from lightning_pfl.deploy.packet import PacketError
@@ -96,6 +96,32 @@ def test_an_answer_of_too_many_objects_is_not_pulled(parts: int, fits: bool) -> 
     else:
         with pytest.raises(PacketError, match="more than 18 objects"):
             pull(None)
+
+
+@pytest.mark.parametrize(
+    ("there", "others", "asked"),
+    [([1], [], 1), ([0], [0], 1), ([0, 1], [1], 2), ([0, 0], [1], None)],
+)
+def test_a_part_that_is_missing_once_another_message_is_there_is_lost(
+    there: list[int], others: list[int], asked: int | None
+) -> None:
+    """A part may come between the looks for it and for another message."""
+    from flwr.proto.message_pb2 import PullObjectResponse
+
+    found, another = iter(there), iter(others)
+    pulls: list[Any] = []
+
+    def pull(request: Any) -> Any:
+        pulls.append(PullObjectResponse(object_found=True, object_available=bool(next(found))))
+        return pulls[-1]
+
+    pull_unless_lost = unless_lost(pull, lambda: bool(next(another)))
+    if asked is None:
+        with pytest.raises(PacketError, match="message has lost its content"):
+            pull_unless_lost(None)
+        return
+    assert pull_unless_lost(None) is pulls[-1]
+    assert len(pulls) == asked
 
 
 @pytest.mark.usefixtures("a_task")

@@ -23,7 +23,7 @@ import torch
 
 from lightning_pfl.deploy.flower import Orders, Tasks
 from lightning_pfl.deploy.processes import STARTS, _wait, alone, database, why_it_ended
-from tests.deploy.processes import Processes
+from tests.deploy.processes import Processes, fork, killed_while_sending
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
@@ -211,6 +211,25 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
         deployed.start(*NAMES)
         deployed.finish()
         assert "Resuming from the last checkpoint." in deployed.log
+        assert deployed.differences(simulated.strategy.federation) == []
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_a_message_that_was_announced_and_never_sent_keeps_no_node_waiting(tmp_path: Path) -> None:
+    recipe = recipe_of("FedAvg", rounds=2, participation=1.0, clients=3, limit_val_batches=0)
+    simulated = simulate(recipe, tmp_path)
+    with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
+        server = fork("server", deployed.folder / "server", killed_while_sending)
+        deployed.running["server"] = server
+        deployed.start(*NAMES)
+        server.wait()
+        deployed.start("server")
+        deployed.finish()
+        logs = [path.read_text() for path in deployed.folder.rglob("*.log")]
+        # Flower would let a SuperNode wait for it for three minutes, and a node for two hours.
+        assert any("is not in `RUNNING` status. Ignoring message" in log for log in logs)
+        assert any("message has lost its content" in log for log in logs)
         assert deployed.differences(simulated.strategy.federation) == []
 
 
