@@ -301,17 +301,19 @@ class FederatedLoop(FitLoop):
             with profile("run_training_epoch"):
                 round, cohort = self._begin_round()
                 clients = self._progress(round.info.index)
-                with profile(profiled("training_step")):
-                    validation = self._validation_data(cohort.phases)
-                    public = self._public_data()
-                    method = self.federation.method
-                    own = any(phase.data == "public" for phase in cohort.phases)
-                    if own or method.server_phases(round.number):
-                        require_public(public, method)  # before the clients train in vain
-                    gate = not self._each_is_read(round)
-                    data = self.require_data()
-                    work = cohort.train(data, clients.finished, validation, public, gate)
-                self._report_validation()
+                try:
+                    with profile(profiled("training_step")):
+                        validation = self._validation_data(cohort.phases)
+                        public = self._public_data()
+                        method = self.federation.method
+                        own = any(phase.data == "public" for phase in cohort.phases)
+                        if own or method.server_phases(round.number):
+                            require_public(public, method)  # before the clients train in vain
+                        gate = not self._each_is_read(round)
+                        data = self.require_data()
+                        work = cohort.train(data, clients.finished, validation, public, gate)
+                finally:  # also where a step fails
+                    self._report_validation()
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
                 clients.release()
@@ -535,6 +537,7 @@ class FederatedLoop(FitLoop):
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
+        self._report_validation()
         self.module_at_start.check()  # later hooks may write: no round comes after them
         if self._left_out:
             raise RuntimeError(
@@ -542,7 +545,6 @@ class FederatedLoop(FitLoop):
                 f"clients; in the last one: {self._left_out}. Look at the warnings above, use a "
                 "smaller learning rate, or clean the data."
             )
-        self._report_validation()
         self._summarize()
         super().on_run_end()
 

@@ -207,6 +207,19 @@ def test_a_resumed_run_ends_as_one_without_a_stop(tmp_path: Path) -> None:
     assert history == whole.strategy.federation.history.state_dict()
 
 
+def test_values_are_known_where_the_next_rounds_training_fails() -> None:
+    order = Order()
+
+    class Fails(FederatedCallback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 1:
+                raise RuntimeError("no power")
+
+    with PretendedDevice(), pytest.raises(RuntimeError, match="no power"):
+        run(True, FedAvg(), [order, Fails()])
+    assert order.seen == ["trained 0", "known 0"]
+
+
 def test_values_of_a_fit_that_failed_are_not_those_of_the_next() -> None:
     class Fails(FederatedCallback):
         def on_round_start(self, trainer: Any, module: Any, round: Round) -> None:
