@@ -89,8 +89,23 @@ def test_steps_alone_replace_the_default_epoch_and_the_other_way_round(name: str
     assert (method.local_epochs, method.local_steps) == (None, 5)
     method = make(local_epochs=3)
     assert (method.local_epochs, method.local_steps) == (3, None)
-    with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and"):
-        make(local_epochs=3, local_steps=5)
+    for both in ((3, 5), (None, None)):
+        with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and"):
+            make(local_epochs=both[0], local_steps=both[1])
+
+
+WITH_WEIGHTS = [
+    name
+    for name in methods.__all__
+    if "weighting" in inspect.signature(getattr(methods, name)).parameters
+]
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_an_unknown_weighting_is_refused(name: str) -> None:
+    match = r"Expected `weighting` to be .*'samples' .*, but got weighting='size'"
+    with pytest.raises(ValueError, match=match):
+        getattr(methods, name)(*NEEDED[name], weighting="size")
 
 
 def test_fedbn_without_batchnorm_says_so_and_with_it_doesnt() -> None:
@@ -178,6 +193,21 @@ def test_numbers_that_reject_every_client_are_refused(
     match = rf"Expected `{name}` to be a finite number .*{name}={given(bad)}"
     with pytest.raises(ValueError, match=match):
         make(**{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (methods.PFedMe, "moreau_weight"),
+        (methods.PFedMe, "inner_lr"),
+        (methods.PFedMe, "server_mixing"),
+        (methods.SCAFFOLD, "server_lr"),
+    ],
+)
+def test_numbers_that_do_nothing_at_zero_are_above_it(make: Callable[..., Any], name: str) -> None:
+    match = f"Expected `{name}` to be a finite number > 0, but got {name}=0.0"
+    with pytest.raises(ValueError, match=match):
+        make(**{name: 0.0})
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, NAN, None, "0.5", True, torch.tensor(0.5)], ids=repr)

@@ -3,8 +3,6 @@ step; one step of both at a time, as the equations say."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -164,11 +162,3 @@ def test_the_ends_are_said_to_be_other_methods() -> None:
     assert APFL(1.0).notes(parameter_split) == ["mixing=1.0 makes APFL LocalOnly besides FedAvg."]
     assert APFL(0.0).notes(parameter_split) == ["mixing=0.0 makes APFL FedAvg."]
     assert APFL(0.5).notes(parameter_split) == APFL(1.0, adaptive=True).notes(parameter_split) == []
-
-
-@pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])
-def test_mixing_is_a_share(bad: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"Expected `mixing` to be in \[0, 1\], but got mixing={bad}"
-    ):
-        APFL(bad)

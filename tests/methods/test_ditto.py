@@ -141,15 +141,6 @@ def test_a_client_that_never_took_part_has_the_initial_model() -> None:
     assert all(torch.equal(leaf[1], start[name]) for name, leaf in run.models.items())
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_negative_weight_is_refused(bad: float) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"Expected `prox_weight` to be a finite number >= 0, but got prox_weight={bad}",
-    ):
-        Ditto(bad)
-
-
 def test_at_most_one_personal_budget() -> None:
     with pytest.raises(
         ValueError, match="Expected exactly one of `personal_epochs` and `personal_steps`, but got"

@@ -243,16 +243,6 @@ class TestServerOptimizers:
 # --- guards ---
 
 
-@pytest.mark.parametrize(
-    "settings", [{"local_epochs": 2, "local_steps": 1}, {"local_epochs": None}]
-)
-def test_exactly_one_budget(settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match="Expected exactly one of `local_epochs` and `local_steps`, but got"
-    ):
-        FedAvg(**settings)
-
-
 @pytest.mark.parametrize("epochs", [-1, 1.5, True])
 def test_budgets_are_whole_numbers(epochs: Any) -> None:
     with pytest.raises(
@@ -260,13 +250,6 @@ def test_budgets_are_whole_numbers(epochs: Any) -> None:
         match=f"Expected `local_epochs` to be a whole number >= 0, but got local_epochs={epochs}",
     ):
         FedAvg(local_epochs=epochs)
-
-
-def test_unknown_weighting() -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected `weighting` to be 'samples' .* but got weighting='size'"
-    ):
-        FedAvg(weighting="size")  # type: ignore[arg-type]
 
 
 def test_a_server_optimizer_is_a_factory() -> None:

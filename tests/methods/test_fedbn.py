@@ -97,10 +97,3 @@ def test_layers_are_found_by_type_and_not_by_name() -> None:
     personal = ParameterSplit(Net(), FedBN.personal).personal
     assert {name.rsplit(".", 1)[0] for name in personal} == {"downsample.1", "flat", "deep"}
     assert len(personal) == 3 * 5
-
-
-def test_unknown_weighting() -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected `weighting` to be 'samples' .* but got weighting='mean'"
-    ):
-        FedBN(weighting="mean")  # type: ignore[arg-type]

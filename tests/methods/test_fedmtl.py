@@ -145,15 +145,6 @@ def test_there_is_no_global_model_and_unsampled_clients_have_the_initial_one() -
     assert sum(leaf[0].numel() for leaf in run.server["models"].values()) == SCALARS
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_negative_regularization_is_refused(bad: float) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"Expected `regularization` to be a finite number >= 0, .* regularization={bad}",
-    ):
-        FedMTL(bad)
-
-
 def test_an_unknown_relationship_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"Expected `relationship` to be 'spread', .* but got relationship='mean'"

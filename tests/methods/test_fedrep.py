@@ -221,10 +221,3 @@ def test_steps_replace_the_default_epochs() -> None:
         None,
         1,
     )
-
-
-def test_unknown_weighting() -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected `weighting` to be 'samples' .* but got weighting='sum'"
-    ):
-        FedRep(weighting="sum")  # type: ignore[arg-type]

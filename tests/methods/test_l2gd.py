@@ -191,15 +191,6 @@ def test_moving_beyond_the_mean_is_refused() -> None:
         fit(L2GD(20.0), four(), QuadraticModule(lr=0.1), 3)
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_negative_weights_are_refused(bad: float) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"Expected `mixing_weight` to be a finite number >= 0, but got mixing_weight={bad}",
-    ):
-        L2GD(bad)
-
-
 @pytest.mark.parametrize("bad", [0.0, 1.0, float("nan")])
 def test_the_probability_is_one(bad: float) -> None:
     with pytest.raises(
@@ -207,13 +198,6 @@ def test_the_probability_is_one(bad: float) -> None:
         match=rf"`aggregation_probability` to be in \(0, 1\), both ends excluded, .*={bad}",
     ):
         L2GD(aggregation_probability=bad)
-
-
-def test_epochs_replace_the_default_step() -> None:
-    method = L2GD(local_epochs=2)
-    assert (method.local_epochs, method.local_steps) == (2, None)
-    with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and"):
-        L2GD(local_epochs=2, local_steps=3)
 
 
 def test_l2gd_sends_a_model_where_the_coin_turns_and_nothing_elsewhere() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 
 from lightning_pfl.methods import FedPer, LocalOnly
@@ -101,13 +98,3 @@ class TestLocalOnly:
         assert (round.uploads, round.bytes_up, round.bytes_down) == ({"model": {}}, 0, 0)
         assert round.info.index.tolist() == [k for k, size in enumerate(SIZES) if size]
         assert run.strategy.method.global_model(run.server) is None
-
-
-@pytest.mark.parametrize(
-    "settings", [{"local_epochs": 2, "local_steps": 1}, {"local_epochs": None}]
-)
-def test_exactly_one_budget(settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match="Expected exactly one of `local_epochs` and `local_steps`, but got"
-    ):
-        LocalOnly(**settings)

@@ -205,14 +205,6 @@ def test_an_unknown_option_is_refused() -> None:
         SCAFFOLD(option=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
-def test_the_server_has_to_move(bad: float) -> None:
-    with pytest.raises(
-        ValueError, match=f"Expected `server_lr` to be a finite number > 0, but got server_lr={bad}"
-    ):
-        SCAFFOLD(server_lr=bad)
-
-
 @pytest.mark.usefixtures("clients_at_once")
 def test_controls_that_are_zero_but_for_rounding_are_no_other_result() -> None:
     # The gradient of a bias before BatchNorm is zero, and its control variate is rounding.
