@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -157,6 +158,8 @@ class _NoNumbers(TorchFunctionMode):
             or (func in _READ_POSITIONS and sum(isinstance(one, Tensor) for one in given) > 1)
         ):
             raise NotRecordableError(f"it reads numbers out of a tensor by {func.__name__}")
+        if func is F.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -176,6 +179,14 @@ _READ_INDICES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 """Functions that read those in a list that is an index."""
 _READ_POSITIONS = frozenset({torch.tensor_split, Tensor.tensor_split})
 """Functions that read a second tensor past operators."""
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Compute ``F.one_hot``, whose largest class it doesn't read, as an index is checked, too."""
+    if num_classes < 1:
+        return F.one_hot(tensor, num_classes)
+    found = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return found.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _lists_of_index(index: Any) -> list[Any]:

@@ -246,6 +246,7 @@ def adds_to_what_stays() -> Tensor:
         lambda x, i: x[:, [i] * 40],
         lambda x, i: x.clone().__setitem__([[i, 0]], 0.0),
         lambda x, i: torch.tensor_split(x, i.view(1))[0],
+        lambda x, i: nn.functional.one_hot(i),
         lambda x, i: x.tensor_split(i.view(1))[1],
         lambda x, i: x.clone().apply_(lambda number: number + 1),
         lambda x, i: x.clone().map_(x, lambda one, other: one * other),
@@ -273,6 +274,8 @@ def test_numbers_that_reach_python_are_refused(function: Any) -> None:
     "function",
     [
         lambda x, i: x[i.view(1)],
+        lambda x, i: nn.functional.one_hot(x.abs().long() % 5, 5) * x.unsqueeze(2),
+        lambda x, i: nn.functional.one_hot(i, num_classes=3),
         lambda x, i: x[i.view(1), torch.arange(2)],
         lambda x, i: x[[0, 2]] * torch.Tensor([1.0, 2.0, 3.0, 4.0]) + x.tensor_split([1])[0],
         lambda x, i: torch.where(x > 3, x, 0) * i,
@@ -288,6 +291,14 @@ def test_numbers_that_stay_in_tensors_are_replayed(function: Any) -> None:
     for factor, index in ((3.0, 2), (-1.0, 0)):
         args = [factor * torch.arange(12.0).view(3, 4) + 1, torch.tensor(index)]
         assert torch.equal(found(args), function(*args))
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_replay_refuses_labels_that_are_no_classes(label: int) -> None:
+    labels = torch.tensor([0, 2])
+    _, found = record(lambda y: nn.functional.one_hot(y, 3), [labels], [labels])
+    with pytest.raises(RuntimeError, match="index"):
+        found([torch.tensor([label, 0])])
 
 
 def test_minibatches_of_other_types_have_recordings_of_their_own() -> None:
