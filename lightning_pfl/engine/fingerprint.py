@@ -127,5 +127,11 @@ def describe(tree: Any, leaves: list[Tensor]) -> Any:
     return structure, tuple(map(_layout, leaves[start:]))
 
 
+def repeats(leaves: list[Tensor]) -> tuple[int, ...]:
+    """Return which of some tensors are one object, which is one argument of a recording."""
+    ids = list(map(id, leaves))
+    return () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))
+
+
 def _layout(leaf: Tensor) -> tuple[Any, ...]:
     return leaf.shape, leaf.stride(), leaf.dtype

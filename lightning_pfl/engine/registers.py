@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_pfl.core.tree import Path, Tree, is_expanded, items
 from lightning_pfl.engine.agreement import agree, copy
 from lightning_pfl.engine.epoch import Epoch
-from lightning_pfl.engine.fingerprint import describe
+from lightning_pfl.engine.fingerprint import describe, repeats
 from lightning_pfl.engine.recording import flatten, rebuild
 from lightning_pfl.engine.trace import Recorded, Repeated
 
@@ -125,12 +125,13 @@ class StepsInPlace(Repeated[Recorded]):
         if kind is None or self._context in self._refused:
             return self._really(function, minibatches)
         try:
-            key = self._context, kind, self._layout.number, describe(minibatches, leaves)
+            described = describe(minibatches, leaves)
         except TypeError:  # a minibatch with an object of the user's
             return self._really(function, minibatches)
         # Operators in place, as replays call them, don't differentiate.
         if any(leaf.requires_grad for leaf in leaves):
             return self._really(function, minibatches)
+        key = self._context, kind, self._layout.number, described, repeats(leaves)
         return self._take(key, function, minibatches, leaves)
 
     def state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_pfl.core.recent import Recent
 from lightning_pfl.engine.agreement import agree, copy, put_back
 from lightning_pfl.engine.epoch import Epoch, Noted
-from lightning_pfl.engine.fingerprint import describe
+from lightning_pfl.engine.fingerprint import describe, repeats
 from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.recording import KEPT, flatten
 from lightning_pfl.engine.replay import Function, Recording, record
@@ -334,7 +334,7 @@ class Traces(Repeated[Recording]):
         # Operators in place, as replays call them, don't differentiate.
         if any(leaf.requires_grad for leaf in leaves):
             return self._really(function, args)
-        return self._take(tuple(signature), function, args, leaves)
+        return self._take((*signature, repeats(leaves)), function, args, leaves)
 
     def _really(self, function: Function, given: Any) -> Any:
         return function(*map(_tree, given))

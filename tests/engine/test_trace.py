@@ -316,6 +316,19 @@ def test_minibatches_of_other_types_have_recordings_of_their_own() -> None:
     assert traces.used == 2 * len(batches)
 
 
+def test_a_tensor_that_a_minibatch_holds_twice_is_one() -> None:
+    """Two tensors in its place have a recording of their own, and so has one in other places."""
+    traces = trace.Traces(enabled=True)
+    traces.begin_round(check=False, at_once=True)
+    traces.enter(())
+    x, y, z = (torch.full((2,), number) for number in (2.0, 3.0, 5.0))
+    for batch in ((x, x, y), (x, y, y), (x, y, x), (y, y, y), (x, y, z)):
+        for _ in range(3):
+            found = traces.run(lambda one: one[0] + 10 * one[1] + 100 * one[2], batch)
+            assert torch.equal(found, batch[0] + 10 * batch[1] + 100 * batch[2])
+    assert traces.used == 10
+
+
 def test_settings_that_change_in_each_round_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "CONTEXTS", 2)
     numbers = trace.Numbers()

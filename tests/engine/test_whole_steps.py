@@ -332,6 +332,24 @@ def test_what_is_logged_stays() -> None:
     ]
 
 
+def test_minibatches_that_hold_a_tensor_twice_have_programs_of_their_own() -> None:
+    """Two views of samples may be the samples themselves in some minibatches."""
+    steps = WholeSteps()
+    steps.begin_round(check=False, at_once=True)
+    steps.load(steps.context("any") or 0, {"w": torch.zeros(1)})
+
+    def step(state: Tree, given: list[Tensor]) -> tuple[Tree, list[Any]]:
+        return {"w": state["w"] + given[0] + 10 * given[1]}, []
+
+    x, y, sum_of_all = torch.tensor([2.0]), torch.tensor([3.0]), 0.0
+    for given in ([x, x], [x, y], [y, x]):
+        for _ in range(3):
+            sum_of_all += float(given[0]) + 10 * float(given[1])
+            steps.step(step, given)
+            assert float(steps.state()["w"]) == sum_of_all
+    assert steps.used >= 6
+
+
 def test_a_step_is_taken_whose_minibatch_asks_for_gradients() -> None:
     """As one has that a collate function has made so; w_1 = w_0 + d(w_0 x)^2 / dx, and x = 1."""
     steps = WholeSteps()
