@@ -23,7 +23,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, closed_form
 from tests.methods.references import softmax
 from tests.methods.references.cfl import cfl_round, complete_linkage
@@ -292,12 +292,6 @@ def test_masks_of_clusters_take_the_maximum() -> None:
     member = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]]).double()
     means = cluster_means(models, uploads, member, torch.full((3,), 1 / 3))
     assert means["m"].tolist() == [[True, False], [False, False], [True, False]]
-
-
-def test_a_client_sends_and_receives_one_model() -> None:
-    run = fit(CFL(), small_clients(), plain_module(), 1)
-    (round,) = run.recorder.rounds
-    assert (round.bytes_down, round.bytes_up) == (8 * SCALARS, 8 * SCALARS)
 
 
 @pytest.mark.parametrize(

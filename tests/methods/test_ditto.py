@@ -20,7 +20,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.ditto import ditto
 
@@ -129,10 +129,6 @@ class TestDitto:
         found = [client_states["personal"]["w"].item() for client_states in run.recorder.banks[1:]]
         assert found == pytest.approx(path, rel=1e-12)
         close(run.models["w"], torch.ones(1, 1, dtype=torch.float64))
-
-    def test_one_model_travels_each_way(self, engine: str) -> None:
-        round = fit(Ditto(), small_clients(), plain_module(), 1, engine).recorder.rounds[0]
-        assert round.bytes_down == round.bytes_up == 8 * SCALARS
 
 
 def test_a_client_that_never_took_part_has_the_initial_model() -> None:

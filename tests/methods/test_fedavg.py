@@ -134,13 +134,6 @@ class TestFedAvg:
         run = fit(FedAvg(local_epochs=0), ragged(), quadratic(), 2, engine)
         assert torch.equal(run.server["model"]["w"], W0)
 
-    def test_one_client_is_plain_sgd(self, engine: str) -> None:
-        data, module = small_clients().subset([3]), small_module()
-        run = fit(FedAvg(local_epochs=2), data, module, 3, engine)
-        assert_trees_close(
-            run.models, {n: leaf[None] for n, leaf in fedavg(small_module(), data, 3, 2).items()}
-        )
-
     @pytest.mark.parametrize("seed", [0, 4])
     def test_matches_the_reference(self, engine: str, seed: int) -> None:
         run = fit(FedAvg(local_epochs=2), small_clients(), small_module(), 3, engine, seed=seed)

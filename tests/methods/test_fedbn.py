@@ -78,12 +78,6 @@ class TestFedBN:
         start = small_module().state_dict()
         assert all(torch.equal(models[name][1], start[name]) for name in NORM)
 
-    def test_one_client_is_plain_sgd(self, engine: str) -> None:
-        data = small_clients().subset([3])
-        a = fit(FedBN(), data, small_module(), 2, engine)
-        b = fit(FedAvg(), data, small_module(), 2, engine)
-        assert_trees_equal(a.models, b.models)
-
 
 def test_layers_are_found_by_type_and_not_by_name() -> None:
     class Net(nn.Module):

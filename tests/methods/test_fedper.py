@@ -82,12 +82,6 @@ class TestFedPer:
             run.models, {n: torch.stack([one[n] for one in expected]) for n in expected[0]}
         )
 
-    def test_one_client_is_plain_sgd(self, engine: str) -> None:
-        data = small_clients().subset([3])
-        a = fit(FedPer(), data, small_module(), 2, engine)
-        b = fit(FedAvg(), data, small_module(), 2, engine)
-        assert_trees_equal(a.models, b.models)
-
     def test_a_client_that_never_took_part_has_the_initial_head(self, engine: str) -> None:
         run = fit(FedPer(), small_clients(), small_module(), 2, engine)
         start = small_module().state_dict()

@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import cohorts, plain_module
 from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.pfedme import pfedme
 
@@ -118,7 +118,3 @@ class TestPFedMe:
         x, client_state = pfedme(reference, small_clients(), cohorts(2, 4), 3.0, 2, 0.06, 0.05, 1.0)
         assert_trees_close(run.server["model"], x)
         assert_trees_close(run.models, {n: torch.stack([o[n] for o in client_state]) for n in x})
-
-    def test_one_model_travels_each_way(self, engine: str) -> None:
-        round = fit(PFedMe(), small_clients(), plain_module(), 1, engine).recorder.rounds[0]
-        assert round.bytes_down == round.bytes_up == 8 * SCALARS

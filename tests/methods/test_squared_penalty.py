@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from recipes.centralized.sum_of_norms import solve_squared
 from tests.methods.case import Bytes, Case, D
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, A, C, close, closed_form, ragged
 from tests.methods.references.squared_penalty import squared_penalty
 from tests.methods.test_convex_clustering import hinge_clients
@@ -81,11 +81,6 @@ class TestSquaredPenalty:
             a = curvature[some].unsqueeze(1)
             x[some] = (a * C[some] + pull * x.mean(0)) / (a + pull)
         close(run.models["w"], x)
-
-    def test_a_model_each_way(self, engine: str) -> None:
-        run = fit(SquaredPenalty(), small_clients(), plain_module(), 1, engine)
-        round = run.recorder.rounds[0]
-        assert round.bytes_down == round.bytes_up == 8 * SCALARS
 
 
 @pytest.mark.parametrize("weight", [0.05, 0.25, 2.0])
