@@ -33,6 +33,7 @@ from lightning_pfl.engine.noted_metrics import Calls, NotedMetrics, made
 from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
 from lightning_pfl.engine.optimizer_options import why_not_elementwise
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
+from lightning_pfl.engine.recording import NotRecordableError
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import split_draws
 from lightning_pfl.engine.terms import Term, split_terms
@@ -252,6 +253,14 @@ class SequentialLocalStep:
             self.metrics |= metrics
         self.logs.add(values, size, None, self.program.log.reductions)
 
+    def _make_calls(self, values: dict[str, Tensor]) -> None:
+        """Make a step's calls of torchmetrics objects, of which nothing is logged."""
+        calls: Calls | None = self.program.log.calls
+        if calls is not None and not self._logged:
+            if not isinstance(self.logs, LogsOfSteps):
+                raise NotRecordableError("it calls a torchmetrics object and skips its minibatch")
+            made(calls, values, self.parameter_split.module)
+
     @property
     def _is_recorded(self) -> bool:
         return self.traces.recording or self.whole.recording
@@ -329,6 +338,7 @@ class SequentialLocalStep:
                         number, known.tree, minibatch, key, term.first()
                     )
             if LOSS not in values:  # `training_step` may skip a batch
+                self._make_calls(values)
                 continue
             if not self._logged:
                 self._log(values, metrics, width)

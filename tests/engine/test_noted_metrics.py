@@ -120,6 +120,14 @@ class ChangesLater(Measured):
         self.log("acc", self.acc)
 
 
+class Skips(Measured):
+    """Measures the second minibatch of each epoch, too, on which no step is taken."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
 class AsksForTheClass(Measured):
     def measure(self, scores: Tensor, classes: Tensor) -> None:
         value = self.acc(scores, classes)
@@ -179,7 +187,7 @@ def assert_same_states(one: States, other: States) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("make", NOTED)
+@pytest.mark.parametrize("make", [*NOTED, Skips])
 def test_recorded_steps_measure_what_steps_do(make: type[Measured]) -> None:
     (recorded, states), (plain, expected) = (run(make, limit) for limit in (99, 0))
     assert replays(recorded) > 5
