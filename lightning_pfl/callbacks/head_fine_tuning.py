@@ -54,7 +54,7 @@ class HeadFineTuning(FurtherEvaluation):
             evaluates the starting model.
         steps: Optimizer steps instead.
         lr: Learning rate, positive, whatever a schedule says; None keeps those of
-            ``configure_optimizers``.
+            ``configure_optimizers``, as schedules have left them.
         penalty: What holds the client near the model it starts from, besides the loss. ``"l2"``:
             half the squared distance; ``"ewc"``: the same, each parameter by its Fisher
             information, the mean over the client's samples of the squared gradient, which another

@@ -328,6 +328,9 @@ class ModuleLoop(Protocol):
     def end_step(self) -> None:
         """End a step of the method."""
 
+    def without_schedules(self) -> AbstractContextManager[None]:
+        """Let schedulers that count steps stay where they are."""
+
 
 class Engine(Protocol):
     """Runs a method's client functions. Engines agree within float tolerance."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -149,11 +150,12 @@ def adapt(
         weights = method.aggregation_weights(samples)
         round = max(federation.rounds - 1, 0)
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
-        optimizer, schedule = architecture.optimizer, architecture.schedule
-        work = LocalWork(
-            method, received, {}, info, data, phases, optimizer, stream, schedule=schedule
-        )
-        result = architecture.engine.train(work)
+        # At the rates that schedules have reached: their steps are those of the rounds, of which
+        # some end in an error where they go on.
+        work = LocalWork(method, received, {}, info, data, phases, architecture.optimizer, stream)
+        loop = architecture.engine.loop
+        with nullcontext() if loop is None else loop.without_schedules():
+            result = architecture.engine.train(work)
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
     return trained

@@ -323,6 +323,16 @@ class ClientLoop(TrainingEpochLoop):
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._applied = False
 
+    @contextmanager
+    def without_schedules(self) -> Iterator[None]:
+        """Let schedulers that count steps stay; see :class:`~lightning_pfl.engine.base.ModuleLoop`.
+
+        Those of a module that optimizes by hand are its own to step.
+        """
+        kept = [one for one in self.configs if self.manual or one.interval != "step"]
+        with _replaced(self, configs=kept):
+            yield
+
     @property
     def _per_step(self) -> int:
         return int(self.trainer.accumulate_grad_batches)

@@ -344,7 +344,7 @@ class FederatedStrategy(ProcessesStrategy):
         first = self.federation.architectures.index(architecture)
         for number, template in enumerate(training.optimizers if self._saved_optimizers else ()):
             load_optimizer(template, *self._saved_optimizers[first + number])
-        architecture.engine.loop, architecture.schedule = training.loop, training.schedule
+        architecture.engine.loop = training.loop
         return training.optimizers[0]
 
     def _configure_optimizer(self, module: L.LightningModule) -> ClientTraining:

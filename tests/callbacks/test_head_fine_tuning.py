@@ -278,19 +278,40 @@ def test_a_checkpoint_alone_gives_the_same_bits(
         assert_trees_equal(other.client_state_dict(client), tuning.client_state_dict(client))
 
 
-def test_a_checkpoint_alone_keeps_the_learning_rate_of_its_scheduler(tmp_path: Path) -> None:
-    module = Decaying(lr=LR, backbone=0.5, head=-0.25)
+class InSteps(type(split())):  # type: ignore[misc]
+    """A learning rate for each of the six steps of two rounds, one for afterwards, and no more."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+        factors = [1.0, 0.5, 0.75, 0.3, 0.6, 0.8, 0.25]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step])
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class InLightningsLoop(InSteps):
+    """A hook inside a step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Decaying, InSteps, InLightningsLoop])
+def test_a_checkpoint_alone_keeps_the_learning_rate_of_its_scheduler(
+    kind: Any, tmp_path: Path
+) -> None:
+    """At which the schedule stays while clients fine-tune."""
+    module = kind(lr=LR, backbone=0.5, head=-0.25)
     tuning = HeadFineTuning(epochs=2)
     run = trainer(FedAvg(), tuning, max_epochs=2)
     run.fit(module, quadratics(), quadratics())
     start = run.strategy.global_state_dict()
-    # Halved after each of the two rounds.
+    # Halved after each of the two rounds, or a quarter after their steps.
     want = tuned_head(start["backbone.weight"], start["head.weight"], 3, 6, LR / 4)
     path = tmp_path / "run.ckpt"
     run.save_checkpoint(path)
     other = HeadFineTuning(epochs=2)
     trainer(FedAvg(), other).test(
-        Decaying(lr=LR), datamodule=Data(quadratics()), ckpt_path=path, verbose=False
+        kind(lr=LR), datamodule=Data(quadratics()), ckpt_path=path, verbose=False
     )
     for callback in (tuning, other):
         got = callback.client_state_dict(3)["head.weight"]

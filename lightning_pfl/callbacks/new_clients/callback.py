@@ -79,7 +79,7 @@ class NewClientAdaptation(FederatedCallback):
         scope: Parameters that train: ``"personal"`` (the method's personal part), ``"all"``, or
             names, globs and module types, such as ``"head"`` for methods without a personal part.
         lr: Learning rate, positive, whatever a schedule says; None keeps those of
-            ``configure_optimizers``.
+            ``configure_optimizers``, as schedules have left them.
         seed: Seed of the shuffle.
         start: The starting model. ``"personal"``: the current shared part and the initial personal
             part. ``"global"``: the method's global model, for methods with a complete model in the
