@@ -21,7 +21,6 @@ from lightning_pfl.engine.client_logs import (
 CLIENTS, BATCHES = 3, DEFERRED + 50
 VALUES = torch.rand(BATCHES, CLIENTS, generator=torch.Generator().manual_seed(0))
 SIZES = torch.randint(1, 9, (BATCHES, CLIENTS), generator=torch.Generator().manual_seed(1))
-REDUCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
 def logs() -> ClientLogs:
