@@ -43,6 +43,7 @@ from lightning_pfl.core.checks import (
 )
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.checks import is_ours
 from lightning_pfl.engine.optimizer_options import check_optimizer
 from lightning_pfl.engine.select import UNPROBED, check_engine
@@ -448,6 +449,29 @@ def _changed(module: Any, name: str, how: str) -> MisconfigurationException:
         "so in `__init__`, `configure_model` or `setup`; for what isn't a client's take a buffer "
         "outside of the model, `register_buffer(..., persistent=False)`."
     )
+
+
+def check_flags_stay(trainer: L.Trainer, settings: EngineSettings) -> None:
+    """Refuse flags of local training that a hook has changed during a fit.
+
+    Args:
+        trainer: The Trainer.
+        settings: Those with which the fit began.
+
+    Raises:
+        MisconfigurationException: If one was.
+    """
+    began = {
+        "gradient_clip_val": settings.clip_value,
+        "accumulate_grad_batches": settings.accumulate,
+    }
+    for flag, value in began.items():
+        if (now := getattr(trainer, flag)) != value:
+            raise MisconfigurationException(
+                f"Expected `trainer.{flag}` to stay {value} during a fit, but a hook has set it to "
+                f"{now}, of which no client would hear. Set it before `fit`; clip by a number that "
+                "changes in `configure_gradient_clipping`."
+            )
 
 
 def check_estimates(module: L.LightningModule) -> None:

@@ -53,7 +53,7 @@ from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.federation.server_training import train_server
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.board_layout import add_summary
-from lightning_pfl.trainer.checks import ModuleAtStart
+from lightning_pfl.trainer.checks import ModuleAtStart, check_flags_stay
 from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
 from lightning_pfl.trainer.data import by_client, due_reload, placed
 from lightning_pfl.trainer.progress import ClientProgress, profiled
@@ -290,6 +290,7 @@ class FederatedLoop(FitLoop):
         self.epoch_progress.increment_ready()
         call_hooks(self.trainer, "on_train_epoch_start")
         self.module_at_start.check()
+        check_flags_stay(self.trainer, self.federation.settings)
         self.epoch_progress.increment_started()
 
     @_no_silent_end

@@ -174,6 +174,51 @@ def test_a_change_after_setup_is_refused(method: Any, change: Any, how: str, hoo
         trainer(method(), max_epochs=2).fit(Changing(hook, change), points())
 
 
+FLAGS = [("gradient_clip_val", 0.05), ("accumulate_grad_batches", 2)]
+
+
+class SetsFlag(Callback):
+    """Sets a flag of the Trainer in a hook."""
+
+    def __init__(self, hook: str, flag: str, value: Any) -> None:
+        setattr(self, hook, lambda trainer, *_, **__: setattr(trainer, flag, value))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
+@pytest.mark.parametrize(("flag", "value"), FLAGS)
+def test_a_flag_that_a_hook_changes_during_a_fit_is_refused(
+    flag: str, value: Any, hook: str
+) -> None:
+    run = trainer(FedAvg(), max_epochs=2, callbacks=[SetsFlag(hook, flag, value)])
+    with pytest.raises(MisconfigurationException, match=rf"`trainer.{flag}` to stay .* {value},"):
+        run.fit(Quadratic(), points())
+
+
+@pytest.mark.parametrize(("flag", "value"), FLAGS)
+def test_a_flag_may_be_set_before_a_fit(flag: str, value: Any) -> None:
+    """In ``setup``, or between two fits, as if the Trainer had been given it."""
+
+    def model_of(**options: Any) -> Tensor:
+        run = trainer(FedAvg(), max_epochs=1, **options)
+        run.fit(Quadratic(), points())
+        found: Tensor = run.strategy.global_state_dict()["w"]
+        return found
+
+    given = model_of(**{flag: value})
+    assert torch.equal(model_of(callbacks=[SetsFlag("setup", flag, value)]), given)
+    assert not torch.equal(model_of(), given)
+    run, module = trainer(FedAvg(), max_epochs=1), Quadratic()
+    run.fit(module, points())
+    setattr(run, flag, value)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, points())
+    other = trainer(FedAvg(), max_epochs=2)
+    other.fit(Quadratic(), points())
+    assert not torch.equal(
+        run.strategy.global_state_dict()["w"], other.strategy.global_state_dict()["w"]
+    )
+
+
 class Watching(Quadratic):
     """Has buffers in its model and outside of it."""
 
