@@ -310,17 +310,22 @@ class FederatedTensorDataset:
             rows.append(row[torch.from_numpy(order[:samples_per_client]).to(row.device)])
         return self._replace(self.fields, rows, self.names)
 
-    def beginnings(self, counts: Tensor) -> Self:
-        """Keep the first samples of each client.
+    def resized(self, counts: Tensor) -> Self:
+        """Give each client another number of samples: the first of its own, or all again and again.
 
         Args:
-            counts: How many, int64 ``(clients,)``; more than a client has are all of them.
+            counts: How many, int64 ``(clients,)``; 0 for a client that has none.
         """
-        counts = torch.minimum(counts, self.num_samples)
-        some = counts.nonzero().flatten().tolist()
         new = copy(self)
+        rows = [self.indices[k] for k in counts.nonzero().flatten().tolist()]
+        wanted = counts[counts > 0].tolist()
         new.num_samples, new.held, new.label_counts = counts, None, None
-        new._flat = torch.cat([self._flat[:0], *(self.indices[k][: counts[k]] for k in some)])
+        new._flat = torch.cat(
+            [
+                self._flat[:0],
+                *(row.repeat(-(-n // len(row)))[:n] for row, n in zip(rows, wanted, strict=True)),
+            ]
+        )
         new.indices = Positions(new._flat, counts, new.names)
         return new
 

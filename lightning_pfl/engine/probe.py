@@ -37,11 +37,9 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.steps import clients_served, phase_budget
 from lightning_pfl.engine.timing import (
     CACHED,
-    Candidate,
     chunk_sizes,
     clock,
-    evaluation_piece,
-    run_in_turns,
+    time_evaluation,
     time_training,
 )
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
@@ -368,17 +366,10 @@ class Probe:
         """
         now = partial(clock, self.settings.device)
         if isinstance(work, EvaluationWork):
-            several = self.at_once(engine.transform)
-            piece = evaluation_piece(work, several.groups(work))
-            size = len(piece.clients)
-            alone = self.alone(record=True)
-            candidates = {
-                0: Candidate([partial(alone.evaluate, piece)], [size], size),
-                size: Candidate([partial(several.evaluate, piece)], [size], size),
-            }
+            alone, several = self.alone(record=True), self.at_once(engine.transform)
+            groups = several.groups(work)
             with self.undisturbed():
-                found = run_in_turns(candidates, now)
-            return {key: candidates[key].rate for key in found}
+                return time_evaluation(work, alone.evaluate, several.evaluate, groups, now)
 
         most, known = engine.most(), self.settings.chunk_size
         if self.settings.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""Times of both engines on short pieces of a run's own work, for ``engine="timed"``.
+"""Times of both engines on a run's own work, for ``engine="timed"``.
 
-A piece is some of the clients with the first of their samples and a part of their epochs or steps,
-so that networks, minibatches, phases and clients' sizes relative to each other are the run's. The
-candidates take turns, of which the first one records programs. The fastest run of each counts, as
+All candidates do the same: a whole round of clients of typical sizes, or a piece of it where that
+takes long. Each runs until it records nothing any more, on a clock that stands
+still while it records. Those that are close then take turns, of which the fastest counts, as
 whatever else the machine does can only make a run slower. For the same reason it is the CPU's time
 that counts where one thread computes.
 """
@@ -10,45 +10,44 @@ that counts where one thread computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, process_time
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import LocalResult
-from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EvaluationWork, LocalWork
-from lightning_pfl.engine.steps import Limits, minibatches_per_epoch, phase_steps
+from lightning_pfl.engine.steps import Limits, epoch_minibatches, minibatches_per_epoch, phase_steps
+from lightning_pfl.engine.trace import AROUND_RECORDING, WARM_UP
 from lightning_pfl.methods.base import Phase
 
-BUDGET = 0.5
-"""Seconds after which no further turn begins, but for those that warm up, which have three times as
-many."""
-WARM_UP = 2
-"""Turns in which programs are recorded, and recordings checked."""
-TURNS = 8
-"""Turns at most."""
-FAR = 2.0
-"""Candidates that took so many times as long as the best have no further turn."""
-LONG = 0.1
-"""Seconds of a run beside which its recordings don't count."""
-FEWEST, STEPS = 3, 12
-"""Steps of a client in a piece; a program is recorded in its third step."""
-ALONE = 3
-"""Clients in a piece of one client after another, whose cost doesn't depend on their number."""
-SAMPLES = 768
-"""Samples of a client in a piece of an evaluation, at most."""
+AFFORDABLE = 0.15
+"""Seconds that one client after another may take for a piece: longer work is cut."""
+LEAST, MOST = WARM_UP + 1, 6
+"""Runs of a candidate, until it records nothing: some steps are recorded when they come for the
+third time, and compared in the run after it."""
+BUDGET = 1.5
+"""Seconds after which no other number of clients at once is tried, and no further turn begins."""
+FAR = 1.5
+"""Where many clients at once took so many times as long as the best, fewer at once aren't tried."""
+CLOSE, TURNS = 1.25, 3
+"""Candidates that took less than so many times as long as the best have so many turns."""
+TRIED, ENOUGH = 1, 0.03
+"""Steps of one client that tell how long work is, or four times as many and so on, until they take
+enough seconds."""
+EVALUATED, SAMPLES = 3, 768
+"""Clients that tell how long an evaluation is, and samples of a client in a piece, at most."""
 PARTS = (1, 2, 4, 8)
 """Numbers of parts into which a cohort is cut."""
 CACHED = 2**25
 """Largest size in bytes of the models of a program on a CPU: far beyond its caches, where more
 clients only take longer (``docs/profiles.md``)."""
-
-Key = TypeVar("Key")
 
 
 def clock(device: torch.device) -> float:
@@ -59,73 +58,78 @@ def clock(device: torch.device) -> float:
     return process_time() if alone else perf_counter()
 
 
-@dataclass
-class Candidate:
-    """One of several ways to do a work.
+class Stopwatch:
+    """A clock that stands still while steps are recorded, or compared when they are used first.
 
     Args:
-        runs: Functions that do pieces of it: a long one, perhaps a short one.
-        units: How much each of them does.
-        whole: How much the work is.
+        now: Reads a clock, in seconds.
 
     Attributes:
-        seconds: The fastest run of each.
+        stops: How often it stood still.
     """
 
-    runs: Sequence[Callable[[], object]]
-    units: Sequence[float]
-    whole: float
-    seconds: list[float] = field(default_factory=list)
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self._stood, self.stops = now, 0.0, 0
 
-    @property
-    def rate(self) -> float:
-        """Seconds for a unit of the long piece; 0 before it has run."""
-        return self.seconds[0] / self.units[0] if self.seconds else 0.0
-
-    @property
-    def of_all(self) -> float:
-        """Seconds for a unit of the whole work, of which a part is the same for any length."""
-        if len(self.units) == 1 or self.units[0] <= self.units[1]:
-            return self.rate
-        (long, short), (more, fewer) = self.seconds, self.units
-        slope = max(long - short, 0.0) / (more - fewer)
-        return (long + slope * (self.whole - more)) / self.whole
-
-    def take_turn(self, now: Callable[[], float]) -> None:
-        """Run all pieces once."""
-        took = []
-        for run in self.runs:
-            start = now()
+    def time(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a run."""
+        before = AROUND_RECORDING.set(self._standing)
+        start, self._stood = self.now(), 0.0
+        try:
             run()
-            took.append(now() - start)
-        self.seconds = list(map(min, took, self.seconds or took))
+        finally:
+            AROUND_RECORDING.reset(before)
+        return self.now() - start - self._stood
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        start, stood = self.now(), self._stood
+        try:
+            yield
+        finally:
+            self.stops += 1
+            # With what stood still within.
+            self._stood = stood + self.now() - start
 
 
-def run_in_turns(
-    candidates: Mapping[Key, Candidate], now: Callable[[], float], known: float = math.inf
-) -> set[Key]:
-    """Run candidates in turns, and return those that have run.
+def fastest(
+    candidates: Mapping[int, Callable[[], object]], now: Callable[[], float]
+) -> dict[int, float]:
+    """Run candidates, and return the seconds of each one's fastest run.
 
     Args:
-        candidates: What to run. One that raises an error is left out.
+        candidates: What to run, by clients per program, 0 for one after another, and the largest
+            number first. One that raises an error is left out, as are those of still fewer clients
+            than one that is far behind, or took longer than one of more, or when time is up.
         now: Reads a clock, in seconds.
-        known: Seconds for a unit of another candidate.
     """
-    left, begin = {*candidates}, now()
-    for turn in range(TURNS):
-        if turn and now() - begin > (BUDGET if turn > WARM_UP else 3 * BUDGET):
+    watch, end, found = Stopwatch(now), now() + BUDGET, dict[int, float]()
+    for size, run in candidates.items():
+        programs, best = [took for many, took in found.items() if many], _least(found)
+        if programs and (now() > end or programs[-1] > min([FAR * best, *programs[:-1]])):
             break
-        best = min(known, *(candidates[key].rate for key in left)) if turn else math.inf
-        for key, one in candidates.items():
-            warm = turn > WARM_UP or sum(one.seconds) > LONG
-            if key not in left or (warm and one.rate > FAR * best):
-                continue
-            try:
-                one.take_turn(now)
-            # Any exception of a user's module under vmap; true errors recur in the run itself.
-            except Exception:
-                left.remove(key)
-    return left
+        # Any exception of a user's module under vmap; true errors recur in the run itself.
+        with suppress(Exception):
+            found[size] = _settled(run, watch)
+    close = [size for size, took in found.items() if took < CLOSE * _least(found)]
+    for size in close * TURNS if len(close) > 1 else ():
+        if now() < end:
+            found[size] = min(found[size], watch.time(candidates[size]))
+    return found
+
+
+def _least(found: Mapping[int, float]) -> float:
+    return min(found.values(), default=math.inf)
+
+
+def _settled(run: Callable[[], object], watch: Stopwatch) -> float:
+    """Run something until it records nothing, and return the seconds of the last run."""
+    for number in range(1, MOST + 1):
+        before = watch.stops
+        took = watch.time(run)
+        if number >= LEAST and watch.stops == before:
+            break
+    return took
 
 
 class Runner(Protocol):
@@ -146,48 +150,62 @@ def time_training(
 ) -> dict[int, float]:
     """Time the training of a client, in seconds a step, by clients per program.
 
-    A part of the time is the same for any number of steps. So pieces of two lengths tell what a
-    round takes that is longer than both.
-
     Args:
         work: A cohort's training.
         make: Makes an engine for so many clients per program; 0: one client after another.
-        sizes: Numbers of clients per program.
+        sizes: Numbers of clients per program, the largest first.
         limits: The run's limits.
         now: Reads a clock, in seconds.
     """
-    steps = float(work.info.steps.double().mean())
-    found = {0: _seconds_a_step(work, make, {0: STEPS}, steps, limits, now).get(0, 0.0)}
-    lengths = {}
-    for size in sizes:
-        affordable = BUDGET / 6 / max(found[0] * size, 1e-9)
-        lengths[size] = max(FEWEST, min(STEPS, int(affordable)))
-    found |= _seconds_a_step(work, make, lengths, steps, limits, now, found[0] or math.inf)
-    return {size: seconds for size, seconds in found.items() if seconds}
+    runners = {size: make(size) for size in (0, *sizes)}
+    affordable = AFFORDABLE / _seconds_a_step(work, runners[0], limits, now)
+    clients = len(work.info)
+    piece, few, steps = training_piece(work, clients, math.inf, limits)
+    if affordable < steps:
+        clients = min(clients, sizes[0])
+        piece, few, steps = training_piece(work, clients, affordable / clients, limits)
+    runs = {size: partial(_train, runner, piece, few) for size, runner in runners.items()}
+    return {size: took / steps for size, took in fastest(runs, now).items()}
 
 
 def _seconds_a_step(
-    work: LocalWork,
-    make: Callable[[int], Runner],
-    lengths: Mapping[int, int],
-    steps: float,
-    limits: Limits,
+    work: LocalWork, runner: Runner, limits: Limits, now: Callable[[], float]
+) -> float:
+    """Time steps of one client of a middle size, a few or as many as take a while."""
+    steps, (*_, whole) = TRIED, training_piece(work, 1, math.inf, limits)
+    while True:
+        piece, few, tried = training_piece(work, 1, steps, limits)
+        seconds = _settled(partial(_train, runner, piece, few), Stopwatch(now))
+        if seconds > ENOUGH or tried >= whole:
+            return max(seconds, 1e-9) / tried
+        steps *= 4
+
+
+def time_evaluation(
+    work: EvaluationWork,
+    alone: Callable[[EvaluationWork], object],
+    several: Callable[[EvaluationWork], object],
+    groups: Tensor,
     now: Callable[[], float],
-    known: float = math.inf,
 ) -> dict[int, float]:
-    """Time a client's step in a round with some steps, by clients per program."""
-    candidates = {}
-    for size, length in lengths.items():
-        runner, clients = make(size), min(size or ALONE, len(work.info))
-        # Several phases would have other shares in a shorter piece.
-        shorter = FEWEST < length < steps and len(work.phases) == 1
-        cut = [
-            training_piece(work, clients, few, limits)
-            for few in ((length, FEWEST) if shorter else (length,))
-        ]
-        runs = [partial(_train, runner, piece, its) for piece, its, _ in cut]
-        candidates[size] = Candidate(runs, [count for *_, count in cut], steps * clients)
-    return {size: candidates[size].of_all for size in run_in_turns(candidates, now, known)}
+    """Time the evaluation of a client, in seconds, by clients of the largest program.
+
+    Args:
+        work: The evaluation of all clients.
+        alone: Evaluates one client after another.
+        several: Evaluates many at once.
+        groups: Number of each client's program then, int64 ``(clients,)``.
+        now: Reads a clock, in seconds.
+    """
+    some = work.rows(_spread(work.data.num_samples[work.clients], EVALUATED))
+    tried = evaluation_piece(some, torch.zeros(len(some.clients), dtype=torch.int64))
+    seconds = _settled(partial(alone, tried), Stopwatch(now)) / len(tried.clients)
+    piece = evaluation_piece(work, groups)
+    size = len(piece.clients)
+    if seconds * len(work.clients) <= AFFORDABLE:
+        piece = work
+    found = fastest({0: partial(alone, piece), size: partial(several, piece)}, now)
+    return {many: took / len(piece.clients) for many, took in found.items()}
 
 
 def _train(runner: Runner, piece: LocalWork, limits: Limits) -> None:
@@ -212,42 +230,79 @@ def chunk_sizes(clients: int, most: int) -> list[int]:
 
 
 def training_piece(
-    work: LocalWork, clients: int, steps: int, limits: Limits
+    work: LocalWork, clients: int, steps: float, limits: Limits
 ) -> tuple[LocalWork, Limits, int]:
-    """Cut local training to some of the clients and a part of their steps.
+    """Cut local training to some clients of typical sizes, and a part of their steps.
 
     Args:
         work: A cohort's training.
-        clients: How many of the clients, at most all.
-        steps: How many steps of a client, about.
+        clients: How many of the clients, at most all. In memory they get sizes that are evenly
+            spread over those of all clients that may train, as another round has other clients.
+        steps: How many steps of a client, about, or more than there are for all.
         limits: The run's limits.
 
     Returns:
         The piece, its limits, and the number of its steps, of all clients together.
     """
     some = work.rows(_spread(work.info.steps, clients))
+    if some.kept is not None:  # the states of a run's begin, which no step changes
+        some = replace(some, kept=[{} for _ in some.kept])
     index, data = some.info.index, some.data
-    whole = float(phase_steps(data, index, some.phases, limits).double().mean())
-    part = min(1.0, steps / max(whole, 1.0))
-    epochs = torch.tensor([minibatches_per_epoch(data, int(k), limits) for k in index]).double()
+    if isinstance(data, FederatedTensorDataset):
+        data = _of_typical_sizes(data, index, limits)
+    taken = phase_steps(data, index, some.phases, limits)
+    part = steps / max(1.0, float(taken.double().mean()))
+    if part >= 1:
+        some = replace(some, info=replace(some.info, steps=taken), data=data)
+        return some, limits, max(1, int(taken.sum()))
+    epochs = _minibatches(data, index, limits)
     complete = limits.accumulate * max(phase.batches_per_step for phase in some.phases)
     # Whole steps of each client, one at least.
-    kept = (epochs / complete * part).round().clamp_min(1) * complete
+    left = ((epochs / complete * part).round().clamp_min(1) * complete).minimum(epochs)
     if any(phase.full_batch for phase in some.phases):
-        kept = epochs  # fewer samples would be another minibatch
+        left = epochs  # fewer samples would be another minibatch
     elif isinstance(data, FederatedTensorDataset):
+        # The last minibatch, whose size is another one, stays, unless it never comes.
+        every = _minibatches(data, index, Limits())
+        ends = data.num_samples[index] - (every - left) * data.batch_size
         counts = torch.zeros(data.num_clients, dtype=torch.int64)
-        counts[index] = kept.long() * data.batch_size
-        data, limits = data.beginnings(counts), Limits(limits.accumulate)
+        counts[index] = torch.where(epochs < every, left * data.batch_size, ends).long()
+        data, limits = data.resized(counts), Limits(limits.accumulate)
     else:
-        limits = replace(limits, batches=int(kept.mean().ceil()), overfit=0.0)
+        limits = replace(limits, batches=int(left.mean().ceil()), overfit=0.0)
     # What is cut from the samples needn't be cut from the epochs.
-    shorter = part * float(epochs.sum() / torch.minimum(kept, epochs).sum())
-    phases = tuple(_shortened(phase, part, min(1.0, shorter)) for phase in some.phases)
+    shorter = min(1.0, part * float(epochs.sum() / left.sum())) if left is not epochs else part
+    phases = tuple(_shortened(phase, part, shorter) for phase in some.phases)
     taken = phase_steps(data, index, phases, limits)
-    info = replace(some.info, steps=taken)
-    piece = replace(some, info=info, data=data, phases=phases, kept=None)
+    piece = replace(some, info=replace(some.info, steps=taken), data=data, phases=phases)
     return piece, limits, max(1, int(taken.sum()))
+
+
+def _of_typical_sizes(
+    data: FederatedTensorDataset, clients: Tensor, limits: Limits
+) -> FederatedTensorDataset:
+    """Give clients as many samples as those of all sizes have, the first of them the most."""
+    sizes = data.num_samples
+    # The more samples, the more minibatches, of which full batches need none.
+    least = next(
+        (
+            size
+            for size in sizes.unique().tolist()
+            if limits.of_epoch(epoch_minibatches(size, data.batch_size, data.drop_last))
+        ),
+        1,
+    )
+    every, able = sizes[sizes >= least], clients[sizes[clients] >= least]
+    counts = torch.zeros_like(sizes)
+    counts[clients] = sizes[clients]
+    counts[able] = every[_spread(every, len(able))]
+    return data if torch.equal(counts[clients], sizes[clients]) else data.resized(counts)
+
+
+def _minibatches(data: FederatedDataset, clients: Tensor, limits: Limits) -> Tensor:
+    """Count the minibatches of each client in an epoch, float64 ``(clients,)``."""
+    numbers = [minibatches_per_epoch(data, client, limits) for client in clients.tolist()]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _shortened(phase: Phase, of_steps: float, of_epochs: float) -> Phase:
@@ -273,12 +328,12 @@ def evaluation_piece(work: EvaluationWork, groups: Tensor) -> EvaluationWork:
     # A part of few minibatches would be none.
     limit = 1 if isinstance(some.limit, float) and some.limit < 1 else some.limit
     counts = torch.zeros(data.num_clients, dtype=torch.int64)
-    counts[some.clients] = SAMPLES
-    return replace(some, data=data.beginnings(counts), limit=limit)
+    counts[some.clients] = data.num_samples[some.clients].clamp_max(SAMPLES)
+    return replace(some, data=data.resized(counts), limit=limit)
 
 
 def _spread(sizes: Tensor, count: int) -> Tensor:
-    """Choose positions that are evenly spread over the order by size, int64 ``(count,)``."""
+    """Choose positions that are evenly spread over the order by size, the largest first."""
     order = torch.argsort(sizes, descending=True, stable=True)
     count = min(count, len(order))
     return order[(torch.arange(count) * 2 + 1) * len(order) // (2 * count)]

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,11 @@ CONTEXTS = 1024
 of steps whose calls are counted."""
 CHANGES = 4
 """Recordings of a step that one after another hold in other rounds; then there is one for each."""
+AROUND_RECORDING: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar(
+    "AROUND_RECORDING", default=nullcontext
+)
+"""Makes what is around steps that are recorded, or compared with a recording when it is used first:
+for a clock that stands still there."""
 Recorded = TypeVar("Recorded")
 Leaves = list[Tensor]
 log = logging.getLogger(__name__)
@@ -177,10 +183,10 @@ class Repeated(ABC, Generic[Recorded]):
             return self._first_calls(key, function, given, leaves)
         self.used += 1
         kept.round, recorded = self._round, kept.recorded
-        if key in self._unchecked or (self._checks and key[0] not in self._checked):
+        if (first := key in self._unchecked) or (self._checks and key[0] not in self._checked):
             self._unchecked.discard(key)
             self._checked.add(key[0])
-            with self._around():
+            with AROUND_RECORDING.get()() if first else nullcontext(), self._around():
                 return self._check(recorded, function, given, leaves)
         return self._replayed(recorded, leaves)
 
@@ -203,7 +209,7 @@ class Repeated(ABC, Generic[Recorded]):
         del self._calls[key]
         self.recording, noted = True, None
         try:
-            with self._around(), self._noting(key[0]) as noted:
+            with AROUND_RECORDING.get()(), self._around(), self._noting(key[0]) as noted:
                 recorded, result = self._record(function, given, leaves)
         # Whatever a method, a user's layers or a device raise; a true error recurs.
         except Exception as error:

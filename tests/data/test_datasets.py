@@ -111,6 +111,17 @@ def test_take_is_nested_seeded_and_bounded() -> None:
     assert data.take(0, seed=0).num_samples.tolist() == [0, 0]
 
 
+def test_clients_get_other_numbers_of_their_own_samples() -> None:
+    data = FederatedTensorDataset((X, Y), [[4, 0, 1], [5, 6, 7], [2]]).keep(torch.tensor([0, 1]))
+    rows = [data.fields[0][data.indices[client]] for client in (0, 1)]
+    new = data.resized(torch.tensor([2, 7, 0]))
+    assert new.num_samples.tolist() == [2, 7, 0]
+    assert torch.equal(new.fields[0][new.indices[0]], rows[0][:2])
+    assert torch.equal(new.fields[0][new.indices[1]], torch.cat([rows[1]] * 3)[:7])
+    assert len(new.indices[2]) == 0
+    assert data.num_samples.tolist() == [3, 3, 1]
+
+
 def test_to_moves_everything_and_leaves_the_original() -> None:
     data = make()
     moved = data.to("meta")
