@@ -76,7 +76,8 @@ class BestRound(FederatedCallback):
         """Keep the models of clients that were never better."""
         if trainer.state.fn != TrainerFn.FITTING or results.split != "val":
             return
-        evaluation = results.evaluations[""]
+        if (evaluation := results.evaluations.get("")) is None:
+            return  # other models alone, after a last round without validation
         if self.monitor not in evaluation.values:
             raise MisconfigurationException(
                 f"Expected a value that `validation_step` logs, but got monitor={self.monitor!r} "

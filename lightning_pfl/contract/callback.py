@@ -133,7 +133,7 @@ class FederatedCallback(Callback):
         """Called after every evaluation but the sanity check, in every process.
 
         Values that are added after the last round, such as those of fine-tuned models, are in
-        another call with all results of the round.
+        another call with all results of the round: they alone, if it had no validation.
         """
 
 

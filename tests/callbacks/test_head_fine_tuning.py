@@ -21,6 +21,7 @@ from lightning_pfl.callbacks import (
 )
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.inspect import ClientHeatMap, ClientHistogram
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
 from lightning_pfl.models.base import PersonalizedModule
@@ -445,9 +446,11 @@ def test_without_validation_data_models_are_trained_when_asked_for() -> None:
 
 
 def test_a_last_round_without_validation_gets_rows_of_its_own(tmp_path: Path) -> None:
+    best = BestRound()
+    histogram, over_rounds = ClientHistogram(["val_loss"]), ClientHeatMap(["val_loss"])
     run = trainer(
         FedAvg(),
-        HeadFineTuning(steps=1),
+        *(HeadFineTuning(steps=1), best, histogram, over_rounds),
         max_epochs=3,
         check_val_every_n_epoch=2,
         logger=CSVLogger(tmp_path),
@@ -459,6 +462,8 @@ def test_a_last_round_without_validation_gets_rows_of_its_own(tmp_path: Path) ->
         *[("1", True, False)] * 4,
         *[("2", False, True)] * 4,
     ]
+    assert set(best.rounds.values()) == {1}
+    assert list(histogram.rounds["val_loss"]) == [1]
 
 
 @pytest.mark.parametrize("when", ["end", "evaluation"])
