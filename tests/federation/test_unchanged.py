@@ -146,7 +146,7 @@ class Cohorts(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
-@pytest.mark.parametrize("method", [FedMAP, partial(PFedBayes, kl_weight=1e-3, evaluation_draws=0)])
+@pytest.mark.parametrize("method", [FedMAP, partial(PFedBayes, kl_weight=1e-3, inner_steps=1)])
 def test_clients_that_have_not_begun_are_evaluated_with_what_they_receive(
     method: Callable[[], Method], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
