@@ -38,7 +38,7 @@ from lightning_pfl.federation.shards import is_sharded
 from lightning_pfl.methods.base import Method
 
 
-class TensorFile(Source):
+class _TensorFile(Source):
     """The samples in a file that ``torch.save`` wrote: a tuple or list of tensors.
 
     Args:
@@ -214,7 +214,7 @@ def _source(given: Namespace, run: Source | None) -> Source:
             raise ValueError(
                 "Expected --classes with a table only, but got it with a .pt file. Leave it out."
             )
-        return TensorFile(given.data)
+        return _TensorFile(given.data)
     if not isinstance(run, HuggingFaceTable):
         raise ValueError(
             f"Expected --data to be a .pt file, as the run's source is a {type(run).__name__} and "

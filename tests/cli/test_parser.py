@@ -244,6 +244,16 @@ def test_help_of_a_part_of_the_data_needs_no_data_module(
     assert "Help for --source.help=lightning_pfl.data.Digits" in capsys.readouterr().out
 
 
+def test_help_offers_no_sources_that_only_other_commands_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--data.help", "FederatedDataModule"])
+    listed = "".join(capsys.readouterr().out.split())
+    assert "lightning_pfl.data.Digits" in listed
+    assert "TensorFile" not in listed
+
+
 def test_help_of_a_part_of_an_unnamed_method_says_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
