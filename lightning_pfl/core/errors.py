@@ -65,6 +65,10 @@ REMEDIES = {
     r"(Target|index) -?\d+ is out of bounds|Class values must be smaller than num_classes": (
         "If it is a label, number the classes from 0, and give the model an output for each."
     ),
+    r"Input type \((double|unsigned char)\) and"
+    r"|same dtype, but got (Double|Long|Byte) and|scalar type Double but found Float": (
+        "If these are samples, use `inputs.float()`."
+    ),
     r"index out of range in self": (
         "An Embedding has rows for ids from 0 to `num_embeddings` - 1: give it more, or map ids "
         "that it doesn't know to one of these."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,29 @@ def test_labels_of_a_binary_loss(labels: Tensor) -> None:
         naming_clients("training_step", ["ann"], [0], 0),
     ):
         F.binary_cross_entropy_with_logits(SCORES[:, 0], labels)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many at once"])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        (nn.Linear(3, 2), torch.float64),
+        (nn.Conv1d(3, 2, 1), torch.float64),
+        (nn.Conv1d(3, 2, 1), torch.uint8),
+    ],
+)
+def test_samples_of_another_type_than_the_weights(
+    layer: nn.Module, dtype: torch.dtype, many: bool
+) -> None:
+    weights = {name: value.detach()[None] for name, value in layer.named_parameters()}
+    samples = torch.ones(1, 3, 3, dtype=dtype)
+    call = partial(torch.func.functional_call, layer)
+    step = partial(torch.vmap(call), weights, samples[None]) if many else partial(layer, samples)
+    with (
+        pytest.raises(ClientError, match=r"for client 'ann'.* use `inputs\.float\(\)`"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        step()
 
 
 def test_ids_beyond_an_embedding() -> None:
