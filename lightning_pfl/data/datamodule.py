@@ -351,7 +351,7 @@ class FederatedDataModule(L.LightningDataModule):
     def draw(self, split: Split = "train", ax: Axes | None = None) -> Axes:
         """Plot the distribution of classes or sizes over the clients, new ones included."""
         self.setup()
-        return draw(self._splits[split].parts, self._splits[split].labels, ax)
+        return draw(self._splits[split].parts, self._splits[split].labels, ax, self._names)
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(derive(self.seed, "data", purpose))

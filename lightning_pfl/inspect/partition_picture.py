@@ -23,7 +23,6 @@ from lightning_pfl.inspect.board import (
     new_figure,
     show,
     takes_pictures,
-    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class PartitionPicture(PictureCallback):
                 f"Expected split='train' without a FederatedDataModule, but got "
                 f"split={self.split!r}. Use 'train', or a FederatedDataModule."
             )
-        whole_numbers(axes.xaxis)
         axes.set_title(f"who holds what ({self.split})")
         show(trainer, f"partition/{self.split}", figure, 0)
 
@@ -94,14 +92,15 @@ def draw_dataset(
     if isinstance(data, FederatedLoaders):
         sizes = data.num_samples.tolist()
         # One floating-point label makes `draw` show sizes.
-        draw([np.zeros(size, dtype=np.int64) for size in sizes], np.zeros(1), axes)
+        draw([np.zeros(size, dtype=np.int64) for size in sizes], np.zeros(1), axes, data.names)
         return
     if data.held is not None:
         _draw_counts(data, axes, labels)
         return
     parts = [positions.cpu().numpy() for positions in data.indices]
     found = labels(data.fields) if labels is not None else _second(data.fields)
-    draw(parts, np.zeros(data.pool_size) if found is None else found.cpu().numpy(), axes)
+    shown = np.zeros(data.pool_size) if found is None else found.cpu().numpy()
+    draw(parts, shown, axes, data.names)
 
 
 def _draw_counts(
@@ -115,10 +114,11 @@ def _draw_counts(
         )
     counts = label_counts(data)
     if counts is None:  # sizes; one floating-point label makes `draw` show them
-        draw([np.zeros(size, dtype=np.int64) for size in data.num_samples], np.zeros(1), axes)
+        sizes = [np.zeros(size, dtype=np.int64) for size in data.num_samples]
+        draw(sizes, np.zeros(1), axes, data.names)
         return
     classes = np.arange(counts.shape[1])
-    draw([np.repeat(classes, row) for row in counts.numpy()], classes, axes)
+    draw([np.repeat(classes, row) for row in counts.numpy()], classes, axes, data.names)
 
 
 def _second(fields: Any) -> Tensor | None:

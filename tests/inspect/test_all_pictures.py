@@ -241,6 +241,26 @@ def test_data_without_labels_show_their_sizes() -> None:
         assert [bar.get_height() for bar in axes.patches] == [3, 1]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_partition_names_clients_that_have_names(labelled: bool) -> None:
+    y = torch.tensor([0, 1, 1]) if labelled else torch.zeros(3, 2)
+    data = FederatedTensorDataset((torch.zeros(3, 1), y), [[0, 2], [1]], names=("north", "101"))
+    _, axes = new_figure()
+    draw_dataset(data, axes)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["north", "101"]
+    assert axes.get_xticks().tolist() == [0, 1]
+
+
+def test_the_partition_of_many_clients_names_none() -> None:
+    names = [f"client {k}" for k in range(41)]
+    data = FederatedTensorDataset(
+        (torch.zeros(41, 1), torch.zeros(41).long()), [[k] for k in range(41)], names=names
+    )
+    _, axes = new_figure()
+    draw_dataset(data, axes)
+    assert len(axes.get_xticks()) < 41
+
+
 def test_the_partition_of_a_data_module_shows_its_new_clients(tmp_path: Path) -> None:
     data = FederatedDataModule(
         Digits(), ClassesPerClient(2), num_clients=6, new_clients=2, val_fraction=0.2

@@ -24,7 +24,13 @@ def class_counts(parts: Sequence[Positions], labels: Array) -> tuple[Array, Posi
     return classes, np.stack(counts, axis=1)
 
 
-def draw(parts: Sequence[Positions], labels: Array, ax: Axes | None = None) -> Axes:
+NAMED = 40
+"""With more clients there is no room for their names."""
+
+
+def draw(
+    parts: Sequence[Positions], labels: Array, ax: Axes | None = None, names: Sequence[str] = ()
+) -> Axes:
     """Plot the number of samples of each class at every client.
 
     Class labels make a map of counts (classes upwards, clients to the right); floating-point
@@ -34,6 +40,7 @@ def draw(parts: Sequence[Positions], labels: Array, ax: Axes | None = None) -> A
         parts: Positions of each client's samples.
         labels: Labels of all samples, ``(samples,)``.
         ax: Axes to draw on. ``None``: new ones.
+        names: The clients' names; shown if they aren't positions, and there is room.
 
     Returns:
         The axes, for titles and saving (``ax.figure.savefig``).
@@ -46,7 +53,11 @@ def draw(parts: Sequence[Positions], labels: Array, ax: Axes | None = None) -> A
         _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
     labels = np.asarray(labels)
     ax.set_xlabel("client")
-    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    positions = [str(k) for k in range(len(names))]
+    if len(names) <= NAMED and list(names) != positions:
+        ax.set_xticks(np.arange(len(names)), names, rotation=90, fontsize=7)
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     if labels.dtype.kind == "f":
         ax.bar(np.arange(len(parts)), [len(part) for part in parts])
         ax.set_ylabel("samples")
