@@ -428,7 +428,9 @@ _WHAT = {"forward": "forward pass", "grad": "gradient"}
 def _counted(work: LocalWork | EvaluationWork, estimate: Estimate) -> str:
     """Say what an estimate has counted."""
     unit = "minibatch" if isinstance(work, EvaluationWork) else "gradient"
-    return f", {estimate.operations / 1e6:.3g} million operations a {unit}"
+    million = estimate.operations / 1e6
+    counted = f"{million:,.0f}" if million >= 100 else f"{million:.3g}"
+    return f", {counted} million operations a {unit}"
 
 
 class _Listener:

@@ -19,6 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine import cost
+from lightning_pfl.engine.probe import Estimate
+from lightning_pfl.engine.select import _counted
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
@@ -240,6 +242,15 @@ def test_the_log_says_how_many_run_at_once_and_what_was_counted(
         made.fit(module, data, data)
     said = f"{at_once} at once, {million:.3g} million operations a gradient."
     assert f"training_step runs vectorized: vmap over the forward pass, {said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("operations", "said"),
+    [(1234.5e6, "1,234"), (228.4e6, "228"), (5.316e6, "5.32"), (1.2e3, "0.0012")],
+)
+def test_the_log_writes_millions_out(operations: float, said: str) -> None:
+    work: Any = None
+    assert _counted(work, Estimate(operations, False)).startswith(f", {said} million operations")
 
 
 @pytest.mark.usefixtures("clients_at_once")
