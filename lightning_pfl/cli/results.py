@@ -8,7 +8,7 @@ from typing import SupportsFloat
 
 from lightning.fabric.utilities import rank_zero_only
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_pfl.metrics import STATISTICS
 from lightning_pfl.metrics.summary import STANDARD_ERROR
@@ -62,7 +62,11 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
     clusters = ", ".join(f"{k} {float(v):.4g}" for k, v in metrics.items() if k in CLUSTERS)
     estimated = any(name.endswith(f"/{STANDARD_ERROR}") for name in metrics)
     columns = [name for name in COLUMNS if estimated or name != STANDARD_ERROR]
-    table = Table("over clients", *columns, title=title, caption=clusters or None)
+    # On narrow screens headers wrap, but names stay whole.
+    shown = (Column(name.replace("_", " "), overflow="fold") for name in columns)
+    table = Table(
+        Column("over clients", no_wrap=True), *shown, title=title, caption=clusters or None
+    )
     for name, statistics in rows.items():
         cells = (f"{statistics[c]:.4f}" if c in statistics else "-" for c in columns)
         table.add_row(name, *cells)

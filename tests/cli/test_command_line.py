@@ -193,10 +193,21 @@ def test_the_table_after_fit_names_model_and_statistics(
     assert "ft/val_acc" in shown
     assert "0.7500" in shown
     assert "0.5000" in shown
-    assert "standard_error" not in shown
+    assert "standard error" not in shown
     assert "nan" not in shown
     print_results({**values, "ft/val_acc/standard_error": 0.0625})
     assert "0.0625" in capsys.readouterr().out
+
+
+def test_the_table_after_fit_has_whole_words_on_a_narrow_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    statistics = ("weighted", "std", "worst_decile", "worst", "standard_error")
+    name = "best/val_loss"
+    print_results({name: 0.5} | {f"{name}/{statistic}": 0.25 for statistic in statistics})
+    shown = capsys.readouterr().out.split()
+    assert {name, "weighted", "decile", "standard", "error"} <= set(shown)
 
 
 @UNTRAINED
@@ -204,7 +215,7 @@ def test_validate_ends_with_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     quiet = ["--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", str(tmp_path)]
     PFLCLI(["validate", "--config", RECIPE, *CPU, *quiet])
     shown = capsys.readouterr().out
-    assert "worst_decile" in shown.partition("After the validation")[2]
+    assert "worst decile" in shown.partition("After the validation")[2]
 
 
 def test_there_is_no_table_without_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
