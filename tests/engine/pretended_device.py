@@ -201,8 +201,8 @@ def by_mask(func: Any, args: Any) -> bool:
 
 
 def is_number(value: Tensor) -> bool:
-    """Whether a tensor is one number of the host."""
-    return not isinstance(value, OnDevice) and value.numel() == 1
+    """Whether a tensor is one number, which torch leaves on the host for CUDA, but not here."""
+    return value.ndim == 0
 
 
 def inner(leaf: Any) -> Any:
