@@ -60,6 +60,26 @@ def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLoc
     return new
 
 
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """Compute losses without gradients inside a ``with`` block.
+
+    Raises:
+        ValueError: If a step asks for a gradient there.
+    """
+    with torch.no_grad():
+        try:
+            yield
+        except RuntimeError as cause:
+            if "does not require grad" not in str(cause):
+                raise
+            raise ValueError(
+                "Expected `training_step` to ask for no gradient by `torch.autograd.grad`, as the "
+                f"method also measures its loss, without gradients, but got: {cause}. Use "
+                "`torch.func.grad` in it, or another method."
+            ) from cause
+
+
 class SequentialLocalStep:
     """The :class:`~lightning_pfl.contract.local.LocalStep` of one client.
 
@@ -421,7 +441,7 @@ class SequentialLocalStep:
         sums, samples = [], 0
         for number, minibatch in _plain(batch):
             step = partial(self._measured, number)
-            with torch.no_grad(), self._metrics_kept(), self.random.of(number, True) as key:
+            with _measuring(), self._metrics_kept(), self.random.of(number, True) as key:
                 kind = self.traces.kind(number)
                 loss = self.traces.run(step, given, minibatch, key, MEASURED, kind=kind)
             if loss is not None:
@@ -461,7 +481,7 @@ class SequentialLocalStep:
         one = self._one(model)
         found = []
         for number, minibatch in _plain(batch):
-            with torch.no_grad(), self._metrics_kept(), self.random.of(number) as key:
+            with _measuring(), self._metrics_kept(), self.random.of(number) as key:
                 found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
         return torch.cat(found).unsqueeze(0)
 

@@ -20,9 +20,10 @@ from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.methods import IFCA, FedAvg, FedMAP, FedRep
+from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.fitting import QUIET, fit, quiet
-from lightning_pfl.testing.rounds import local_round
+from lightning_pfl.testing.rounds import assert_trees_close, local_round
 
 NAMES = ("ada", "bob", "cyd")
 WRONG = "(Target|index) 9 is out of bounds"
@@ -408,3 +409,38 @@ def test_other_errors_of_the_backward_pass_stay(engine: Any) -> None:
 
     with pytest.raises(ClientError, match="in round 0: no way back"):
         local_round(FedAvg(), OneWay(), clients(), engine)
+
+
+class Penalised(Classifier):
+    """Has a penalty on the gradient of its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        (gradient,) = torch.autograd.grad(loss, self.layer.weight, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class PenalisedByFunction(Classifier):
+    """The same by a function of the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def loss_of(weight: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(batch[0], weight, self.layer.bias), batch[1])
+
+        gradient: Tensor = torch.func.grad(loss_of)(self.layer.weight)
+        return self.loss(batch) + gradient.square().sum()
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("method", [FedMAP(), IFCA(2)], ids=["FedMAP", "IFCA"])
+def test_gradients_in_steps_whose_losses_are_measured(method: Method, engine: Any) -> None:
+    """By the way that the error names; FedAvg measures none, and takes both."""
+    with pytest.raises(ClientError, match=r"also measures its loss.* Use `torch.func.grad`"):
+        fit(method, clients(), Penalised(), 2, engine)
+    found = fit(method, clients(), PenalisedByFunction(), 2, engine)
+    assert all(leaf.isfinite().all() for leaf in found.models.values())
+    one, other = (
+        fit(FedAvg(), clients(), make(), 2, engine).models
+        for make in (Penalised, PenalisedByFunction)
+    )
+    assert_trees_close(one, other, rtol=1e-5, atol=1e-6)
