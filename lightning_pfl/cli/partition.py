@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_pfl.cli.parser import in_a_line, read_sections
@@ -86,7 +86,10 @@ def print_counts(data: FederatedDataset) -> None:
     counts = label_counts(data)
     classes = [] if counts is None else [str(each) for each in range(counts.shape[1])]
     shown = classes if len(classes) <= MOST_CLASSES else []
-    table = Table("client", "samples", *shown, box=box.SIMPLE_HEAD)
+    # Ten classes of thousands of samples fit into 80 columns.
+    columns = (Column(name, justify="right", overflow="fold") for name in ("samples", *shown))
+    table = Table(Column("client", overflow="fold"), *columns, box=box.SIMPLE_HEAD)
+    table.collapse_padding, table.pad_edge = True, False
     sizes = data.num_samples.tolist()
     for row, (name, size) in enumerate(zip(data.names, sizes, strict=True)):
         if row == MOST_CLIENTS:

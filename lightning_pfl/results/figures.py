@@ -90,13 +90,11 @@ def draw_curves(lines: Sequence[Line], what: str, ylabel: str) -> Figure:
         what: ``"metric"`` or ``"worst"``.
         ylabel: Name of the value.
     """
-    from matplotlib.ticker import MaxNLocator
-
     figure, axes = _new("round", ylabel)
     for line in lines:
         rounds, mean, deviation = average(getattr(line, what))
         _plot(axes, line, np.array(rounds) + 1.0, mean, deviation)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    _at_whole_numbers(axes)
     return figure
 
 
@@ -133,6 +131,7 @@ def draw_clients(lines: Sequence[Line], ylabel: str, larger_is_better: bool) -> 
         ordered = np.sort(np.array([*line.clients.values()]))
         ordered = ordered if larger_is_better else ordered[::-1]
         _plot(axes, line, np.arange(len(ordered)) + 1.0, ordered, None)
+    _at_whole_numbers(axes)
     return figure
 
 
@@ -155,6 +154,7 @@ def draw_gains(lines: Sequence[Line], gains: Mapping[int, Paired], against: str)
         if line.index in gains:
             ordered = np.sort(gains[line.index].differences)
             _plot(axes, line, np.arange(len(ordered)) + 1.0, ordered, None)
+    _at_whole_numbers(axes)
     return figure
 
 
@@ -196,6 +196,13 @@ def to_svg(figure: Figure, prefix: str, title: str) -> str:
     size = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", text, count=1)
     size = re.sub(r'<svg ([^>]*?)width="[^"]*"([^>]*?)height="[^"]*"', r"<svg \1\2", size, count=1)
     return size.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _at_whole_numbers(axes: Axes) -> None:
+    """Put the ticks of rounds, or of counted clients, at integers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

@@ -20,7 +20,7 @@ from lightning_pfl import FederatedStrategy
 from lightning_pfl.cli.command_line import main
 from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.results import Comparison, compare
-from lightning_pfl.results.figures import Line, draw_fairness
+from lightning_pfl.results.figures import Line, draw_clients, draw_fairness, draw_gains
 from lightning_pfl.results.paired import pair
 from lightning_pfl.results.runs import WINDOW
 from lightning_pfl.results.scalars import read_scalars
@@ -52,6 +52,16 @@ def test_groups_are_means_over_seeds_best_first(logs: Path) -> None:
     assert table["MB"].tolist() == [12 * 3.0] * 3  # a megabyte down and two up in each round
     assert table["runs"].tolist() == [2, 2, 2]
     assert len(range(12)) > WINDOW
+
+
+def test_clients_are_counted_in_whole_numbers() -> None:
+    values = {f"c{k}": k / 10 for k in range(4)}
+    line = Line(0, "FedRep", clients=values)
+    gain = pair(values, dict.fromkeys(values, 0.0), larger_is_better=True)
+    assert gain is not None
+    for figure in (draw_clients([line], "val_acc", True), draw_gains([line], {0: gain}, "FedAvg")):
+        ticks = figure.axes[0].get_xticks()
+        assert ticks.tolist() == ticks.round().tolist()
 
 
 def test_differences_are_paired_by_client(logs: Path) -> None:
