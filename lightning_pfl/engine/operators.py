@@ -56,6 +56,17 @@ def replaced_functions() -> dict[str, Any]:
     return {name: now for name, own in _FUNCTIONS.items() if (now := found.get(name)) is not own}
 
 
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
+    """Compute ``F.one_hot``, which reads the largest class, and under ``vmap`` lets any class pass.
+
+    Here classes are indices, which are checked.
+    """
+    if num_classes < 1:
+        return NotImplemented
+    found = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return found.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
 def own_function(function: Any) -> Any:
     """Return torch's function where a mode gets that of a user's which is in its place.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.core.randomness import seed_torch
-from lightning_pfl.engine.operators import OperatorMode, fastest_call, own_function
+from lightning_pfl.engine.operators import OperatorMode, fastest_call, one_hot, own_function
 
 BY_VALUE = (bool, int, float, str, type(None))
 """Types of what recordings compare by its value: it holds no tensor, and never changes."""
@@ -159,7 +159,8 @@ class _NoNumbers(TorchFunctionMode):
         ):
             raise NotRecordableError(f"it reads numbers out of a tensor by {func.__name__}")
         if func is F.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
+            found = one_hot(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {})) if found is NotImplemented else found
         return func(*args, **(kwargs or {}))
 
 
@@ -179,14 +180,6 @@ _READ_INDICES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 """Functions that read those in a list that is an index."""
 _READ_POSITIONS = frozenset({torch.tensor_split, Tensor.tensor_split})
 """Functions that read a second tensor past operators."""
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """Compute ``F.one_hot``, whose largest class it doesn't read, as an index is checked, too."""
-    if num_classes < 1:
-        return F.one_hot(tensor, num_classes)
-    found = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-    return found.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _lists_of_index(index: Any) -> list[Any]:

@@ -6,8 +6,8 @@ oneDNN runs two to four times faster on channels-last memory; its gradient of th
 fifteen times longer than a sum. So does torch's max pooling, longer than three elementwise maxima,
 unless it runs on channels-last memory, too, where it takes half of their time. The gradient of a
 linear layer's weights has their memory layout, which the fused optimizers need, instead of the
-transposed one. The corrections are for the padding of embeddings, means of whole pictures and
-BatchNorm in mixed precision.
+transposed one. The corrections are for the padding of embeddings, means of whole pictures, classes
+that are out of range and BatchNorm in mixed precision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.large_operators import is_large
-from lightning_pfl.engine.operators import has_onednn, onednn_product, own_function
+from lightning_pfl.engine.operators import has_onednn, one_hot, onednn_product, own_function
 from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pair, pooling_settings
 
 
@@ -326,4 +326,5 @@ _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding: _embedding,
     F.linear: _linear,
     F.max_pool2d: _max_pool2d,
+    F.one_hot: one_hot,
 }

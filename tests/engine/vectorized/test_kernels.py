@@ -222,3 +222,12 @@ def test_batch_norm_of_short_numbers_with_statistics_in_single(training: bool) -
     torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=2.0**-7)
     torch.testing.assert_close(mean, expected_mean)
     torch.testing.assert_close(var, expected_var)
+
+
+def test_classes_out_of_range_are_refused_as_without_vmap() -> None:
+    labels = torch.tensor([[1, 2], [4, 0]])
+    with FastKernels():
+        found = torch.vmap(lambda y: F.one_hot(y, 5))(labels)
+        with pytest.raises(RuntimeError, match=r"index 4 is out of bounds .* with size 4"):
+            torch.vmap(lambda y: F.one_hot(y, 4))(labels)
+    assert torch.equal(found, F.one_hot(labels, 5))
