@@ -38,4 +38,4 @@ class Recent(OrderedDict[K, V]):
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self.limit:
-            self.popitem(last=False)
+            del self[next(iter(self))]  # `popitem` of Python 3.10 reads it, as above

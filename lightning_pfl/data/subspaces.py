@@ -55,7 +55,7 @@ def subspace_clusters(
         subspaces. AAAI 2023. arXiv:2209.10526, Algorithm 1 (PACFL). Its sum is of the angles
         between vectors of equal rank; here it is that of principal angles.
     """
-    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.cluster.hierarchy import cut_tree, fcluster, linkage
 
     check_integer("vectors", vectors, 1, "Use 3, for example.")
     check_choice("measure", measure, get_args(Measure), "Use 'smallest'.")
@@ -71,7 +71,7 @@ def subspace_clusters(
     if len(some) > 1:
         tree = linkage(distances, "average")
         found = (
-            fcluster(tree, num_clusters, "maxclust")
+            cut_tree(tree, num_clusters).flatten()  # scipy's "maxclust" gave fewer before 1.15
             if max_angle is None
             else fcluster(tree, max_angle, "distance")
         )
