@@ -88,7 +88,7 @@ __all__ = [
     "forget_metrics",
     "is_interrupt",
     "is_overridden",
-    "log_at_end",
+    "log_directly",
     "log_settings",
     "log_values",
     "no_grad_context",
@@ -472,44 +472,28 @@ def forget_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
             values.pop(name, None)
 
 
-def log_late(
+def log_directly(
     trainer: L.Trainer,
     values: Mapping[str, float],
-    prog_bar: Iterable[str],
-    logger: Iterable[str],
-    round: int,
+    logger: Iterable[str] | None = None,
+    prog_bar: Iterable[str] = (),
+    round: int | None = None,
 ) -> None:
-    """Publish the values of a validation that has ended, and send them to the loggers.
-
-    Args:
-        trainer: The running Trainer.
-        values: Scalars by name.
-        prog_bar: Names that the progress bar shows.
-        logger: Names that go to the loggers.
-        round: The round that was validated, from 0: the loggers' step, and the epoch.
-    """
-    tensors = {name: torch.as_tensor(value) for name, value in values.items()}
-    remember_metrics(trainer, tensors)
-    connector = trainer._logger_connector
-    connector._progress_bar_metrics.update({name: values[name] for name in prog_bar})
-    send: Callable[..., None] = connector.log_metrics  # see `send_without_clutter`
-    send({name: tensors[name] for name in logger}, round=round)
-
-
-def log_at_end(
-    trainer: L.Trainer, values: Mapping[str, float], logger: Iterable[str] | None = None
-) -> None:
-    """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit.
+    """Send values to the loggers and to ``trainer.callback_metrics``, where no loop collects them.
 
     Args:
         trainer: The running Trainer.
         values: Scalars by name.
         logger: Names that go to the loggers; None: all.
+        prog_bar: Names that the progress bar shows.
+        round: The round that they are of, from 0: the loggers' step, and the epoch; None: now.
     """
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     remember_metrics(trainer, tensors)
-    sent = values if logger is None else logger
-    trainer._logger_connector.log_metrics({name: tensors[name] for name in sent})
+    connector, sent = trainer._logger_connector, values if logger is None else logger
+    connector._progress_bar_metrics.update({name: values[name] for name in prog_bar})
+    send: Callable[..., None] = connector.log_metrics  # see `send_without_clutter`
+    send({name: tensors[name] for name in sent}, round=round)
 
 
 # --- optimizers -----------------------------------------------------------------------------------

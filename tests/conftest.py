@@ -57,6 +57,16 @@ def _isolated() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture
+def device() -> Iterator[Any]:
+    """A pretended device, for the time of a test."""
+    from tests.engine.pretended_device import PretendedDevice, pretended_accelerator
+
+    pretended_accelerator()
+    with PretendedDevice() as mode:
+        yield mode
+
+
 def write_idx(path: Path, array: np.ndarray) -> None:
     """Write unsigned bytes as Fashion-MNIST's files hold them."""
     header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_pfl._lightning import forget_metrics, log_at_end, remember_metrics
+from lightning_pfl._lightning import forget_metrics, log_directly, remember_metrics
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.mixture import Prediction
@@ -153,7 +153,7 @@ class FurtherEvaluation(FederatedCallback):
             k: v for k, v in found.values.items() if found.options.get(k, LogOptions()).logger
         }
         shown = summaries(replace(found, values=logged), prefix)
-        log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
+        log_directly(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
         before = federation.client_results.get("val")
         kept = before.among(names) if before is not None and before.round == round else {}
         loop.record(ClientResults("val", round, names, {**kept, prefix: found}), further=prefix)

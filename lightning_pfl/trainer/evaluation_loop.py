@@ -19,7 +19,7 @@ from lightning_pfl._lightning import (
     EvaluationLoop,
     forget_metrics,
     is_overridden,
-    log_late,
+    log_directly,
     log_values,
     no_grad_context,
 )
@@ -385,7 +385,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             names = found.names if prefix in results else ["the owner"]
             self._warn_of_nan(prefix, evaluation, names)
         if late:
-            log_late(self.trainer, values, shown, logged, round)
+            log_directly(self.trainer, values, logged, shown, round)
         else:
             hook = "test_step" if self.trainer.testing else "validation_step"
             log_values(self._results, hook, values, shown, logged)

@@ -19,7 +19,7 @@ from lightning_pfl._lightning import (
     call_hooks,
     call_module_hook,
     count_server_update,
-    log_at_end,
+    log_directly,
     log_values,
     publish_round,
     remember_metrics,
@@ -555,7 +555,7 @@ class FederatedLoop(FitLoop):
         history = self.federation.history
         if summary := history.summary(on_test):
             shown = history.for_loggers(summary)
-            log_at_end(self.trainer, summary, shown)
+            log_directly(self.trainer, summary, shown)
             add_summary(self.trainer, {name: summary[name] for name in shown})
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -1,20 +1,9 @@
 """Copies between the host and a device that wait for nothing that was launched before."""
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 
 from lightning_pfl.core.transfer import EVENTS, begin_copies, send
-from tests.engine.pretended_device import NAME, PretendedDevice, pretended_accelerator
-
-
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    """The device, for the time of a test."""
-    pretended_accelerator()
-    with PretendedDevice() as mode:
-        yield mode
+from tests.engine.pretended_device import NAME, PretendedDevice
 
 
 def test_a_copy_from_the_host_waits_where_that_alone_is_safe(device: PretendedDevice) -> None:

@@ -139,14 +139,6 @@ def run(request: pytest.FixtureRequest) -> Run:
     return chosen
 
 
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    """The device, for the time of a test."""
-    pretended_accelerator()
-    with PretendedDevice() as mode:
-        yield mode
-
-
 def test_an_operator_with_tensors_of_two_devices_is_refused(device: PretendedDevice) -> None:
     there = torch.ones(3, device=NAME)
     assert isinstance(there, OnDevice)

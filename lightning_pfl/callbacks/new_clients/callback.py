@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl._lightning import connected, is_overridden, log_at_end
+from lightning_pfl._lightning import connected, is_overridden, log_directly
 from lightning_pfl.callbacks.new_clients.report import (
     PREFIX,
     Adapted,
@@ -150,7 +150,7 @@ class NewClientAdaptation(FederatedCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt and evaluate after the last round."""
-        log_at_end(trainer, self._report(trainer))
+        log_directly(trainer, self._report(trainer))
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt and evaluate in a test."""
