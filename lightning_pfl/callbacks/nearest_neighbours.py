@@ -129,7 +129,7 @@ class NearestNeighbours(FurtherEvaluation):
         """Mix one client's model with its neighbours' votes; see ``Method.predict``."""
         features = features.flatten(1)
         if not own["keys"].shape[1]:  # no client that is evaluated at once has samples
-            own = {**own, "keys": features[:0]}
+            own = {**own, "keys": features.new_zeros(len(own["stored"]), features.shape[1])}
         votes = self._votes(features, own, outputs.shape[1])
         return mixed_logits(outputs, votes, own["share"])
 
@@ -150,9 +150,12 @@ class NearestNeighbours(FurtherEvaluation):
         """Return what stores clients' features, of how many at once, and the votes."""
         federation: Any = require_federation(trainer, self)
         train, validation = self._training_data(federation), self._validation_data(trainer)
-        models_of = partial(self._models, federation, train, validation)
         samples = train.num_samples.clamp_max(self.capacity or int(train.num_samples.max()))
-        largest = max(int(samples.max()), 1) * self._feature_bytes(federation, train)
+        # As many for everyone: sums over other numbers of places round differently, so that values
+        # would depend on the clients that a process evaluates at once.
+        places = max(int(samples.max()), 1)
+        models_of = partial(self._models, federation, train, validation, places)
+        largest = places * self._feature_bytes(federation, train)
         return models_of, STORED // largest, self.predict
 
     def _feature_bytes(self, federation: Federation, train: FederatedDataset) -> int:
@@ -175,9 +178,10 @@ class NearestNeighbours(FurtherEvaluation):
         federation: Federation,
         train: FederatedDataset,
         validation: FederatedDataset | None,
+        places: int,
         clients: Tensor,
     ) -> Model:
-        """Return the personal models with what clients store, ``(clients, ...)``."""
+        """Return the personal models with ``places`` for what each client stores."""
         models = personal_models(federation, clients)
         architecture = federation.architecture_of(clients)
         see = partial(self._seen, federation, architecture)
@@ -185,7 +189,7 @@ class NearestNeighbours(FurtherEvaluation):
         for row, client in enumerate(clients.tolist()):
             model = {name: leaf[row] for name, leaf in models.items()}
             each.append(self._own(see, model, train, validation, client))
-        own = {name: _padded([one[name] for one in each]) for name in each[0]}
+        own = {name: _padded([one[name] for one in each], places) for name in each[0]}
         return with_own(models, own)
 
     def _own(
@@ -294,9 +298,10 @@ class NearestNeighbours(FurtherEvaluation):
         return by_client(loop.load(), names, "val_dataloaders")
 
 
-def _padded(leaves: list[Tensor]) -> Tensor:
-    """Stack leaves of different sizes, filled up with 0."""
+def _padded(leaves: list[Tensor], places: int) -> Tensor:
+    """Stack leaves of different sizes, filled up with 0, to ``places`` rows if they have rows."""
     shape = [max(leaf.shape[axis] for leaf in leaves) for axis in range(leaves[0].ndim)]
+    shape[:1] = [places] * len(shape[:1])
     padded = leaves[0].new_zeros(len(leaves), *shape)
     for row, leaf in zip(padded, leaves, strict=True):
         row[tuple(slice(0, size) for size in leaf.shape)] = leaf

@@ -43,8 +43,9 @@ def neighbour_votes(
         >>> neighbour_votes(torch.tensor([[0.5, 0.0]]), keys, labels, stored, 3, 3)
         tensor([[0.4683, 0.5317, 0.0000]], dtype=torch.float64)
     """
-    # In double precision, as near keys have small differences of large squares.
-    queries, keys = queries.double(), keys.double()
+    # In double precision, as near keys have small differences of large squares; and in memory of
+    # their own, as a product's last bits depend on where a client's keys begin among others'.
+    queries, keys = (leaf.to(torch.float64, copy=True) for leaf in (queries, keys))
     squares = queries.square().sum(1, keepdim=True) + keys.square().sum(1)
     distances = (squares - 2 * queries @ keys.T).clamp_min(0)
     distances = distances.where(stored, torch.inf)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import NearestNeighbours
@@ -155,6 +155,32 @@ def test_users_dataloaders_give_the_same(tmp_path: Path) -> None:
 
     expected, found = run(train, held), run(loaders(train), loaders(held))
     assert found["knn/val_loss"] == pytest.approx(expected["knn/val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_clients_values_have_the_same_bits_beside_whichever_others(seed: int) -> None:
+    """As in several processes, each of which evaluates some; clients' sizes are different."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, 24, (6,), generator=generator)
+    x = torch.randn(int(sizes.sum()), 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (len(x),), generator=generator)
+    rows = torch.arange(len(x)).split(sizes.tolist())
+    train = FederatedTensorDataset((x, y), rows, batch_size=5)
+    held = FederatedTensorDataset((x, y), [mine[::2] for mine in rows], batch_size=5)
+    module, callback = network(), NearestNeighbours(10, 0.4, when="evaluation")
+    made = trainer(FedAvg(), callback)
+    made.validate(module, Data(train, held), verbose=False)
+    module.eval()
+
+    def values(clients: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = callback.evaluate(made, held, clients, clients, "validation_step")
+        losses: Tensor = found.values["val_loss"]
+        return losses
+
+    together = values(torch.arange(6))
+    for some in ([0, 1, 2], [3, 4], [5], [1, 3, 5], [0, 2, 4]):
+        assert torch.equal(values(torch.tensor(some)), together[some])
 
 
 def test_training_is_the_same_with_it() -> None:
