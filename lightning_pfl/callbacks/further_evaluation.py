@@ -155,7 +155,9 @@ class FurtherEvaluation(FederatedCallback):
         shown = summaries(replace(found, values=logged), prefix)
         log_directly(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
         before = federation.client_results.get("val")
-        kept = before.among(names) if before is not None and before.round == round else {}
+        # Of a resumed run, clients may have left the data.
+        joins = before is not None and before.round == round and {*before.names} <= {*names}
+        kept = before.among(names) if before is not None and joins else {}
         loop.record(ClientResults("val", round, names, {**kept, prefix: found}), further=prefix)
 
     def _training_data(self, federation: Federation) -> FederatedDataset:

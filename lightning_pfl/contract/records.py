@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -281,6 +281,39 @@ class ClientResults:
         position = {name: at for at, name in enumerate(names)}
         at = torch.tensor([position[name] for name in self.names], dtype=torch.int64)
         return {prefix: one.spread(at, len(names)) for prefix, one in self.evaluations.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values for a checkpoint."""
+        return {
+            "round": self.round,
+            "names": list(self.names),
+            "evaluations": {
+                prefix: {
+                    "values": {key: values.cpu() for key, values in found.values.items()},
+                    "counts": found.counts.cpu(),
+                    "options": {key: asdict(options) for key, options in found.options.items()},
+                }
+                for prefix, found in self.evaluations.items()
+            },
+        }
+
+    @classmethod
+    def restored(cls, split: str, state: Mapping[str, Any]) -> ClientResults:
+        """Make the results again of a split, of which `state_dict` was saved."""
+        return cls(
+            split,
+            state["round"],
+            tuple(state["names"]),
+            {
+                # Copies: a checkpoint's tensors may be on the disk.
+                prefix: Evaluation(
+                    {key: values.clone() for key, values in found["values"].items()},
+                    found["counts"].clone(),
+                    {key: LogOptions(**options) for key, options in found["options"].items()},
+                )
+                for prefix, found in state["evaluations"].items()
+            },
+        )
 
     def columns(self, only: str | None = None) -> dict[str, list[float]]:
         """Return each value's list over clients, by its name with prefix.

@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_pfl.contract.records import BestModel
+from lightning_pfl.contract.records import BestModel, ClientResults
 from lightning_pfl.core.tree import Tree, tmap
 from lightning_pfl.federation.architectures import describe
 from lightning_pfl.federation.checkpoint import (
@@ -78,6 +78,9 @@ class SavableState(FederationState):
             "server": self.server,
             "client_states": {},
             "history": self.history.state_dict(),
+            "client_results": {
+                split: found.state_dict() for split, found in self.client_results.items()
+            },
             "probed_engines": {
                 architecture.name: dict(architecture.engine.found)
                 for architecture in self.architectures
@@ -127,6 +130,10 @@ class SavableState(FederationState):
         for method, architecture in zip(methods, self.architectures, strict=True):
             architecture.method = method
         self.history.load_state_dict(saved["history"])
+        self.client_results = {
+            split: ClientResults.restored(split, found)
+            for split, found in saved.get("client_results", {}).items()
+        }
         self.best = {k: BestModel(**one) for k, one in self._by_id(parts, "best_models").items()}
         self.keep_own_best()
         if self.keeps_optimizers:

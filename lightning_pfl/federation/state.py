@@ -61,7 +61,7 @@ class FederationState:
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 if unknown.
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
-        client_results: The last evaluation of each split, client by client.
+        client_results: The last evaluation of each split, client by client, also of a checkpoint.
         settings: The engines' settings.
         ranks: The processes that share the clients.
         owners: The rank of each client's process, int64 ``(clients,)``.
@@ -320,7 +320,7 @@ class FederationState:
         """
         self.module, self.architectures = module, architectures
         self.client_names, self.num_samples = tuple(names), num_samples
-        self.rounds, self.history = 0, History()
+        self.rounds, self.history, self.client_results = 0, History(), {}
         self.optimizer_states, self.best = {}, {}
         methods = self._bind()
         trees = [

@@ -409,8 +409,6 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 results are the round's rows.
         """
         trainer = self.trainer
-        if results.split == "val" and "val" not in self.federation.client_results:
-            add_layout(trainer, results)
         # The split that was evaluated last is the last one.
         self.federation.client_results.pop(results.split, None)
         self.federation.client_results[results.split] = results
@@ -418,6 +416,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
             path = folder / f"clients_{results.split}.csv"
             if self.table is None or self.table.path != path:
                 self.table = ClientTable(path)
+                if results.split == "val":
+                    add_layout(trainer, results)
             add = self.table.append if further is None else self.table.extend
             counts = results.evaluations[further or ""].counts.tolist()
             add(results.round, results.names, counts, results.columns(further))

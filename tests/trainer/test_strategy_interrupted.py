@@ -11,8 +11,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
+from lightning_pfl import load_clients
+from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.methods import LocalOnly
+from lightning_pfl.methods import FedAvg, LocalOnly
+from tests.callbacks.setting import quadratics, split
 from tests.trainer.setting import Quadratic, points, trainer
 
 
@@ -118,3 +121,37 @@ def test_a_run_that_was_killed_after_its_last_round_has_its_summary(tmp_path: Pa
     assert "best/val_loss" in whole.callback_metrics
     for name, value in whole.callback_metrics.items():
         assert torch.equal(rest.callback_metrics[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("every", "tuned"), [(1, ["ft/val_loss"]), (2, [])], ids=["with tuned models", "earlier round"]
+)
+def test_a_resumed_run_knows_what_was_evaluated_for_each_client(
+    every: int, tuned: list[str], tmp_path: Path
+) -> None:
+    """Also without a further evaluation, and so do the clients of the file."""
+
+    def run(path: str | None = None) -> Any:
+        callbacks = [HeadFineTuning(epochs=1) for _ in tuned]
+        run = trainer(FedAvg(), max_epochs=3, callbacks=callbacks, check_val_every_n_epoch=every)
+        run.fit(split(), quadratics(), quadratics((4, 0, 3, 5)), ckpt_path=path)
+        return run
+
+    whole = run()
+    path = str(tmp_path / "last.ckpt")
+    whole.save_checkpoint(path)
+    expected = whole.strategy.client_metrics()
+    assert expected.keys() == {"num_samples", "val_loss", "global/val_loss", *tuned}
+    assert expected["val_loss"].keys() == {"0", "2", "3"}
+    assert run(path).strategy.client_metrics("val") == expected
+    assert load_clients(path, split(), FedAvg()).client_metrics() == expected
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_fit_knows_nothing_of_another_modules_evaluation() -> None:
+    run = trainer(FedAvg(), max_epochs=1)
+    run.validate(split(), quadratics(), verbose=False)
+    assert run.strategy.client_metrics()
+    run.fit(split(), quadratics())
+    with pytest.raises(ValueError, match="evaluations of none"):
+        run.strategy.client_metrics()
