@@ -40,7 +40,8 @@ class SCAFFOLD(Method):
         x &\leftarrow x + \eta_g \frac{1}{|S_t|} \sum_{k \in S_t} (y_k - x), \qquad
         c \leftarrow c + \frac{1}{n} \sum_{k \in S_t} (c_k^+ - c_k)
 
-    Dividing by the number :math:`n` of all clients keeps :math:`c` the mean of all :math:`c_k`.
+    Dividing by the number :math:`n` of all clients with training data keeps :math:`c` the mean of
+    their :math:`c_k`.
     Float buffers (BatchNorm statistics) are averaged, and have no control variates.
 
     Args:
@@ -167,7 +168,8 @@ class SCAFFOLD(Method):
         moved = towards(
             select(server["model"], self.parameter_split.trainable), mean, self.server_lr
         )
-        each = torch.full((len(info),), 1 / info.num_clients, dtype=torch.float64)
+        count = int(self.has_training_data.sum())
+        each = torch.full((len(info),), 1 / count, dtype=torch.float64)
         change = weighted_sum(uploads["control_change"], each)
         return {"model": {**mean, **moved}, "control": add(server["control"], change)}
 

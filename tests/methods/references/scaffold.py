@@ -41,5 +41,6 @@ def scaffold(
             sent.append({n: y[n] - x[n] for n in x})
             client_state[k] = new
         x = {n: x[n] + torch.stack([d[n] for d in sent]).mean(0) for n in x}
-        c = {n: c[n] + torch.stack([d[n] for d in changes]).sum(0) / data.num_clients for n in x}
+        everybody = len(with_data(data))
+        c = {n: c[n] + torch.stack([d[n] for d in changes]).sum(0) / everybody for n in x}
     return x, c, client_state
