@@ -23,15 +23,26 @@ from jsonargparse import (  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
+import lightning_pfl
 from lightning_pfl import callbacks, data, methods, models
 
+PACKAGES = (methods, models, data, callbacks, lightning_pfl)
 #: Classes that a recipe can name without a module path.
-CLASSES = (*methods.__all__, *models.__all__, *data.__all__, *callbacks.__all__)
+CLASSES = tuple(dict.fromkeys(name for package in PACKAGES for name in package.__all__))
 # Wordings of jsonargparse, 4.39 to 4.53; with another one only the suggestion is missing.
 CLASS = re.compile(
-    r"(?:Expected a dot import path string: |module 'lightning_pfl[\w.]*' has no attribute ')"
-    r"([\w.]+)"
+    r"Expected a dot import path string: ([\w.]+)"
+    r"|given class_path '([\w.]+)':\s+module 'lightning_pfl[\w.]*' has no attribute '"
 )
+#: Of another package, or of the user's own.
+ELSEWHERE = re.compile(
+    r"given class_path '([\w.]+)':\s+"
+    r"(No module named '[\w.]+'|module '[\w.]+' has no attribute '\w+')"
+)
+OTHER_KIND = re.compile(r"Import path (?:([\w.]+) )?does not correspond to a subclass of (\w+)")
+KIND = re.compile(r"Subtypes: \[<class '(?:\w+\.)*(\w+)'>")
+NO_CLASS = re.compile(r"Not a valid subclass of \w+\n")
+GIVEN = re.compile(r"Given value: ([^\n]*)")
 KEY = re.compile(r'Parser key "([\w.]+)"|--([\w.]+)\.help:')
 ARGUMENT = re.compile(
     r"given class_path '([\w.]+)':\s+(?:Validation failed: )?"
@@ -183,24 +194,37 @@ def explain(message: str, keys: Iterable[str]) -> str:
             f"alone. Name it first: --{key} CLASS --{key}.{argument}.help {name}"
         )
     if found := CLASS.search(message):
-        name = found[1].rsplit(".", 1)[-1]
-        key = _key(message, found)
+        given = found[1] or found[2]
+        name, key = given.rpartition(".")[2], _key(message, found)
         if key == "method":
             near = nearest(name, methods.__all__)
             return (
                 f"Expected `method` to be one of {', '.join(methods.__all__)}, or the import path "
-                f"of your own method, but got method={name!r}. "
+                f"of your own method, but got method={given!r}. "
                 + (f"Did you mean {near!r}?" if near else "Choose one of them.")
             )
         near = nearest(name, CLASSES)
+        if near == given and (kinds := KIND.findall(message[: found.start()])):
+            return _of_another_kind(key, given, kinds[-1])
         # Without one it may be a class of one's own, whose module has an error to show.
-        message = f"Expected `{key}` to be a class, but got {found[1]!r}." if near else message
+        message = f"Expected `{key}` to be a class, but got {given!r}." if near else message
+    elif found := ELSEWHERE.search(message):
+        module, _, name = found[1].rpartition(".")
+        near = nearest(name, dir(locate(module))) if "attribute" in found[2] else None
+        message = (
+            f"Expected `{_key(message, found)}` to be a class, but got {found[1]!r}: {found[2]}."
+        )
+        if not near:
+            return f"{message} Install the package, or start where its file is."
+        near = f"{module}.{near}"
+    elif found := OTHER_KIND.search(message):
+        return _of_another_kind(_key(message, found), found[1] or _given(message), found[2])
     elif found := ARGUMENT.search(message):
         called, known = found[1].rpartition(".")[2], arguments(found[1])
         near = nearest(found[2], known)
         message = f"Expected an argument of {called}, but got {found[2]!r}."
         if not near:
-            return f"{message} Choose one of {', '.join(known)}."
+            return f"{message} {_choice(known) or 'It takes none.'}"
     elif found := TYPES.search(message):
         *kinds, last = _kinds(found[1] or found[3])
         kind = f"{', '.join(kinds)} or {last}" if kinds else last
@@ -208,7 +232,34 @@ def explain(message: str, keys: Iterable[str]) -> str:
     elif found := OPTION.search(message):
         key, keys = found[1] or found[2], list(keys)
         near = nearest(key, keys) or nearest(key.split(".")[0], {k.split(".")[0] for k in keys})
+    elif found := NO_CLASS.search(message):
+        return (
+            f"Expected `{_key(message, found)}` to be a class, but got {_given(message)}. Write "
+            "its name, or `class_path: NAME` and `init_args`."
+        )
     return f"{message}\nDid you mean {near!r}?" if near else message
+
+
+def _of_another_kind(key: str, given: str, kind: str) -> str:
+    """Say that a class isn't of the kind that is expected, and what is, of this package."""
+    ours = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
+    known = [
+        name
+        for name, one in ours.items()
+        if kind in (base.__name__ for base in getattr(one, "__mro__", ())[1:])
+        and not inspect.isabstract(one)
+    ]
+    text = f"Expected `{key}` to be a subclass of {kind}, but got {given!r}, which is none."
+    return " ".join(filter(None, (text, _choice(known))))
+
+
+def _given(message: str) -> str:
+    """Return the innermost value that an error is about."""
+    return next(iter(GIVEN.findall(message)), "")
+
+
+def _choice(names: Sequence[str]) -> str:
+    return f"Choose one of {', '.join(names)}." if names else ""
 
 
 def _key(message: str, found: re.Match[str]) -> str:
@@ -238,8 +289,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def arguments(class_path: str) -> list[str]:
     """List the arguments of a class, and of classes that it passes arguments on to."""
     bases = getattr(locate(class_path), "__mro__", ())
-    names = (name for base in bases for name in inspect.signature(base.__init__).parameters)
-    return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
+    found = (one for base in bases for one in inspect.signature(base.__init__).parameters.values())
+    # Of several in one, such as **kwargs, the names are those of a base.
+    names = [one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [name for name in dict.fromkeys(names) if name != "self"]
 
 
 def in_a_line(error: Exception) -> str | None:

@@ -117,7 +117,74 @@ def test_an_unknown_method_is_told_with_those_that_there_are(
 ) -> None:
     said = refused(capsys, *wrong).splitlines()[-1]
     assert said.startswith(f"error: Expected `method` to be one of {', '.join(methods.__all__)}")
-    assert said.endswith("but got method='FedRepp'. Did you mean 'FedRep'?")
+    assert said.endswith(f"but got method={wrong[1]!r}. Did you mean 'FedRep'?")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "method: {class_path: lightning_pfl.method.FedAvg}",
+            "method='lightning_pfl.method.FedAvg'. Did you mean 'FedAvg'?",
+        ),
+        (
+            "method: {class_path: my_package.Mine}",
+            "Expected `method` to be a class, but got 'my_package.Mine': No module named "
+            "'my_package'. Install the package, or start where its file is.",
+        ),
+        (
+            "trainer: {logger: {class_path: lightning.pytorch.loggers.CSVLoger}}",
+            "Expected `trainer.logger` to be a class, but got 'lightning.pytorch.loggers.CSVLoger':"
+            " module 'lightning.pytorch.loggers' has no attribute 'CSVLoger'.\nDid you mean "
+            "'lightning.pytorch.loggers.CSVLogger'?",
+        ),
+        (
+            "method: {class_path: torch.nn.Linear}",
+            "Expected `method` to be a subclass of Method, but got 'torch.nn.Linear', which is "
+            f"none. Choose one of {', '.join(methods.__all__)}.",
+        ),
+        (
+            "data: {init_args: {partition: {class_path: FedAvg}}}",
+            "Expected `data.partition` to be a subclass of Partition, but got 'FedAvg', which is "
+            "none. Choose one of ",
+        ),
+        (
+            "method: 3",
+            "Expected `method` to be a class, but got 3. Write its name, or `class_path: NAME` and "
+            "`init_args`.",
+        ),
+        (
+            "data: {init_args: {source: {init_args: {folder: here}}}}",
+            "Expected an argument of Digits, but got 'folder'. It takes none.",
+        ),
+        (
+            "trainer: {strategy: {class_path: FederatedStrateg}}",
+            "`trainer.strategy` to be a class, but got 'FederatedStrateg'.\nDid you mean "
+            "'FederatedStrategy'?",
+        ),
+        (
+            "model: {init_args: {learning: 1}}",
+            "Expected an argument of DigitsCNN, but got 'learning'. Choose one of backbone, head,",
+        ),
+    ],
+)
+def test_a_wrong_class_of_a_recipe_is_told_in_a_sentence(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    shown = refused(capsys, "--config", str(tmp_path / "wrong.yaml"))
+    assert said in shown
+    assert "Parser key" not in shown
+    assert "Union" not in shown
+
+
+def test_a_class_of_another_kind_is_refused_in_a_flag_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("FedAvg", "lightning_pfl.methods.FedAvg"):
+        shown = refused(capsys, "--model", name)
+        assert f"`model` to be a subclass of LightningModule, but got '{name}', which" in shown
+        assert "DigitsCNN" in shown
 
 
 def test_a_method_that_is_like_none_has_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
