@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from torch import Tensor
 
 from lightning_pfl._lightning import (
@@ -514,6 +515,7 @@ class FederatedLoop(FitLoop):
         send_round(self, {"round/seconds": self._seconds} if self._seconds else {})
         self._seconds = 0.0
         self.epoch_progress.increment_completed()
+        self._heed_early_stopping()
         # A callback may request the end in one process alone.
         heard = self.federation.ranks.all_gather_objects(
             (trainer.should_stop, trainer.received_sigterm)
@@ -526,6 +528,8 @@ class FederatedLoop(FitLoop):
         self.setup_data()
         if self._restored is not None:
             self._count_rounds()
+            if self.stage not in INSIDE:
+                self._heed_early_stopping()
         if self._restored is None or not self.done:
             super().run()
             return
@@ -535,6 +539,19 @@ class FederatedLoop(FitLoop):
         for callback in self.trainer.callbacks:
             if isinstance(callback, FederatedCallback):
                 callback.on_train_end(self.trainer, self.trainer.lightning_module)
+
+    def _heed_early_stopping(self) -> None:
+        """Ask for the end if an EarlyStopping did after the last round, maybe before a resume.
+
+        Callbacks save what they have decided, the Trainer doesn't.
+        """
+        trainer = self.trainer
+        trainer.should_stop |= any(
+            callback.stopped_epoch == trainer.current_epoch - 1
+            and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
+            for callback in trainer.early_stopping_callbacks
+            if isinstance(callback, EarlyStopping)
+        )
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""

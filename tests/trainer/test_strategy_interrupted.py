@@ -110,6 +110,38 @@ def test_callbacks_that_monitor_values_see_the_round_of_a_checkpoint_written_bef
     assert rest == {name: whole[name] for name in list(whole)[killed:]}
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("check_on_train_epoch_end", [True, False])
+def test_a_run_that_is_terminated_in_the_round_in_which_it_stops_early_has_no_further_one(
+    check_on_train_epoch_end: bool, hook: str, tmp_path: Path
+) -> None:
+    def stopping() -> EarlyStopping:
+        # No round is better by so much than the first one: the third is the last.
+        return EarlyStopping(
+            "val_loss",
+            min_delta=100.0,
+            patience=2,
+            check_on_train_epoch_end=check_on_train_epoch_end,
+        )
+
+    whole = run(tmp_path / "whole", stopping())
+    whole.fit(Quadratic(), points(), points())
+    first = run(tmp_path, stopping(), Interrupt(hook, sigterm=True))
+    with pytest.raises(SystemExit):
+        first.fit(Quadratic(), points(), points())
+    rest = run(tmp_path, stopping())
+    rest.fit(Quadratic(), points(), points(), ckpt_path="last")
+    rounds = [each.strategy.federation.rounds for each in (whole, first, rest)]
+    assert rounds == [3, 3, 3]
+    assert rest.callback_metrics.keys() == whole.callback_metrics.keys()
+    # Without the callback, it goes on to the end.
+    free = run(tmp_path)
+    with pytest.warns(UserWarning, match="Be aware that when using `ckpt_path`"):
+        free.fit(Quadratic(), points(), points(), ckpt_path="last")
+    assert free.strategy.federation.rounds == 4
+
+
 def test_a_run_that_was_killed_after_its_last_round_has_its_summary(tmp_path: Path) -> None:
     whole = trainer(LocalOnly(), max_epochs=3)
     whole.fit(Quadratic(), points(), points())
