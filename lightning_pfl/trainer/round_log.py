@@ -15,6 +15,9 @@ from lightning_pfl.core.tree import Tree, nbytes
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.state import FederationState
 
+GROWTH = 1e3
+"""How many times its first values, or 1, the loss of most clients is in a run that diverges."""
+
 
 class RoundLog:
     """The values that a round logs, and what was warned of so far.
@@ -25,6 +28,7 @@ class RoundLog:
         prog_bar: Names of those that the progress bar shows.
         logger: Names of those that loggers get.
         bytes_total: Bytes that all clients have received and sent in the rounds so far.
+        first_loss: The largest training loss of a client in the first round that has one.
     """
 
     def __init__(self) -> None:
@@ -32,6 +36,7 @@ class RoundLog:
         self.prog_bar: tuple[str, ...] = ()
         self.logger: tuple[str, ...] = ()
         self.bytes_total = 0.0
+        self.first_loss: float | None = None
         self._warned: frozenset[str] = frozenset()
 
     # --- in the order of a round ------------------------------------------------------------------
@@ -52,7 +57,7 @@ class RoundLog:
         down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
         up = _total(method.upload_nbytes(result.uploads, round.info), result.uploads, cohort)
         round.bytes_down, round.bytes_up = down // max(cohort, 1), up // max(cohort, 1)
-        round.metrics = _means(result, verdict.accepted)
+        round.metrics, losses = _means(result, verdict.accepted)
         self.values = {
             **round.metrics,
             "round/clients": float(cohort),
@@ -64,6 +69,7 @@ class RoundLog:
         silent = {name for name in names if not result.options[name].logger}
         self.logger = tuple(name for name in self.values if name not in silent)
         self._warn_of_clients(federation, round, verdict)
+        self._warn_of_growth(federation, round, losses)
         training = int(round.info.steps.sum()) and nbytes(result.uploads)
         if training and not verdict.norms.any() and result.loss.isnan().all():
             self.warn(
@@ -91,6 +97,34 @@ class RoundLog:
                 f"{_listed(federation, {k: verdict.outliers[k] for k in new})}. Look at their "
                 "data, or set max_update_norm='auto' to leave such clients out."
             )
+
+    def _warn_of_growth(self, federation: FederationState, round: Round, losses: Tensor) -> None:
+        """Warn, once, of losses that grow for most clients although all of them are finite.
+
+        Few clients may have larger losses for good, and a loss below 1 may grow to it.
+        """
+        found = losses[losses.isfinite()]
+        if not len(found):
+            return
+        if self.first_loss is None:
+            self.first_loss = float(found.max())
+            return
+        usual, median = max(self.first_loss, 1.0), float(found.median())
+        if median <= GROWTH * usual:
+            return
+        order = losses.nan_to_num(-torch.inf, -torch.inf, -torch.inf).argsort(descending=True)
+        largest = {
+            int(round.info.index[at]): f"{float(losses[at]):.3g}"
+            for at in order[: len(found)].tolist()
+        }
+        self.warn(
+            {
+                "growth": f"Round {round.number} diverges: the training loss of the median client "
+                f"is {median:.3g}, where that of the first round was {self.first_loss:.3g} at most "
+                f"({_listed(federation, largest)}). Use a smaller learning rate or "
+                "`gradient_clip_val`, or scale the inputs and targets."
+            }
+        )
 
     def add_messages(self, round: Round, exchanged: int) -> None:
         """Add the bytes between clients, each message as sent and as received."""
@@ -148,6 +182,7 @@ class RoundLog:
             "prog_bar": list(self.prog_bar),
             "logger": list(self.logger),
             "bytes_total": self.bytes_total,
+            "first_loss": self.first_loss,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -155,6 +190,7 @@ class RoundLog:
         self.values = dict(saved["logged"])
         self.prog_bar, self.logger = tuple(saved["prog_bar"]), tuple(saved["logger"])
         self.bytes_total = saved.get("bytes_total", 0.0)
+        self.first_loss = saved.get("first_loss")
 
 
 def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
@@ -162,14 +198,21 @@ def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
     return nbytes(tree) * clients if sizes is None else int(sizes.sum())
 
 
-def _means(result: LocalResult, accepted: Tensor) -> dict[str, float]:
-    """Average what steps logged over accepted clients; names without a value are left out."""
+def _means(result: LocalResult, accepted: Tensor) -> tuple[dict[str, float], Tensor]:
+    """Average what steps logged over accepted clients; names without a value are left out.
+
+    Returns:
+        The means, and the clients' losses on the host, NaN for those that aren't accepted.
+    """
     names = list(result.logs)
+    # One copy to the host, for which it waits.
+    logged = [*(result.logs[name] for name in names), result.loss]
+    *values, losses = torch.stack([each.double() for each in logged]).cpu()
+    losses = losses.where(accepted, torch.nan)
     if not names or not accepted.any():
-        return {}
-    values = torch.stack([result.logs[name].double() for name in names]).cpu()
-    means = values[:, accepted].nanmean(1).tolist()
-    return {name: mean for name, mean in zip(names, means, strict=True) if mean == mean}
+        return {}, losses
+    means = torch.stack(values)[:, accepted].nanmean(1).tolist()
+    return {name: mean for name, mean in zip(names, means, strict=True) if mean == mean}, losses
 
 
 def _listed(federation: FederationState, reasons: Mapping[int, str]) -> str:
