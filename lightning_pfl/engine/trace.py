@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.core.recent import Recent
@@ -174,7 +175,9 @@ class Repeated(ABC, Generic[Recorded]):
             given: What it is given.
             leaves: The tensors of that.
         """
-        if self._rests:
+        # Anomaly detection looks for NaN in each gradient as it is computed, and calls whatever
+        # stops a recording an error of the backward pass.
+        if self._rests or torch.is_anomaly_enabled():
             return self._really(function, given)
         if key[0] in self._by_round and self._epoch is not None:
             key = *key, self._epoch.now()

@@ -184,6 +184,13 @@ def detect_anomaly(tmp_path: Path) -> None:
     fit(Notes(), detect_anomaly=True)
     assert all(seen)
     assert seen
+    for engine in ("sequential", "vectorized"):
+        run = trainer(FedRep(), engine=engine, max_epochs=3, detect_anomaly=True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run.fit(network(), *classes())
+        assert run.current_epoch == 3
+        assert not [each for each in said if "Error detected in" in str(each.message)]
 
 
 def barebones(tmp_path: Path) -> None:
