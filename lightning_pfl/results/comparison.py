@@ -239,7 +239,7 @@ class Comparison:
             row: dict[str, Any] = {"data": group.data_label, "method": group.label}
             for name, values in numbers.items():
                 row[name] = float(np.mean(values)) if values else math.nan
-                row[f"{name} sd"] = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+                row[f"{name} sd"] = _deviation(values)
             counted = sorted({min(run.rounds, self.rounds or run.rounds) for run in group.runs})
             row |= {"rounds": ", ".join(map(str, counted)), "runs": len(group.runs)}
             rows.append(row)
@@ -447,6 +447,20 @@ class Comparison:
         """Return the table for a notebook."""
         html: str = self.shown.to_html(index=False)
         return html
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation: nan for one value, exactly 0 for equal ones.
+
+    Their mean is rounded, so that NumPy's is not 0 for all of them.
+
+    Example:
+        >>> _deviation([0.9216] * 3), _deviation([1.0, 2.0, 3.0])
+        (0.0, 1.0)
+    """
+    if len(values) < 2:
+        return math.nan
+    return 0.0 if min(values) == max(values) else float(np.std(values, ddof=1))
 
 
 def _spread(mean: float, deviation: float) -> str:

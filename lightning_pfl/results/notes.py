@@ -25,7 +25,7 @@ def notes_of(
         metric: The compared value.
         rounds: The number of rounds after which runs are compared, or None.
     """
-    found = list(_left_out(every, metric, rounds))
+    found = [*_left_out(every, metric, rounds), *_without_a_number(groups, metric, rounds)]
     for group in groups:
         found += _of_group(group, metric, rounds)
     for data in dict.fromkeys(group.data_label for group in groups):
@@ -45,11 +45,30 @@ def _left_out(groups: Sequence[Group], metric: str, rounds: int | None) -> Itera
     for run in (run for group in groups for run in group.left_out):
         reasons.setdefault(_why_left_out(run, metric, rounds), []).append(run)
     for reason, runs in reasons.items():
-        more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
-        yield f"Left out, {reason}: {', '.join(map(str, runs[:NAMED]))}{more}."
+        yield f"Left out, {reason}: {_names(runs)}."
     stopped = [run.rounds for group in groups for run in group.left_out if run.rounds]
     if stopped and rounds is None:
         yield f"Pass --rounds {min(stopped)} to compare all runs that came so far."
+
+
+def _without_a_number(groups: Sequence[Group], metric: str, rounds: int | None) -> Iterator[str]:
+    """Name the runs whose statistics leave clients out, a sentence for each number of them."""
+    counts: dict[float, list[Run]] = {}
+    for group in groups:
+        for run in group.runs:
+            key = f"{group.prefix}{metric}/{LEFT_OUT}"
+            if count := max(run.series(key, rounds).values(), default=0):
+                counts.setdefault(count, []).append(run)
+    for count, runs in counts.items():
+        yield (
+            f"{_names(runs)}: up to {count:.0f} clients of a round have no number for {metric}. "
+            "The statistics leave them out."
+        )
+
+
+def _names(runs: Sequence[Run]) -> str:
+    more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
+    return ", ".join(map(str, runs[:NAMED])) + more
 
 
 def _why_left_out(run: Run, metric: str, rounds: int | None) -> str:
@@ -70,12 +89,6 @@ def _of_group(group: Group, metric: str, rounds: int | None) -> Iterator[str]:
     for run in group.runs:
         if any(math.isnan(v) for name in names for v in [*run.series(name).values()][-1:]):
             yield f"{run} ended in nan: a model of {group.label} broke."
-    for run in group.runs:
-        if count := max(run.series(f"{names[0]}/{LEFT_OUT}", rounds).values(), default=0):
-            yield (
-                f"{run}: up to {count:.0f} clients of a round have no number for {metric}. The "
-                "statistics leave them out."
-            )
     for run in group.runs:
         if run.begin:
             yield (

@@ -196,6 +196,15 @@ def test_clients_without_a_number_are_left_out_and_counted(tmp_path: Path) -> No
     assert "up to 2 clients of a round have no number for val_acc" in " ".join(comparison.notes)
 
 
+def test_runs_with_as_many_clients_without_a_number_are_one_note(tmp_path: Path) -> None:
+    values = [[0.5, float("nan"), 0.25]] * 2
+    runs = [write_run(tmp_path / str(seed), "FedAvg", values, seed) for seed in range(7)]
+    for run in runs:
+        (run / "metrics.csv").unlink()
+    (note,) = (note for note in compare(tmp_path).notes if "no number" in note)
+    assert note.startswith(f"{', '.join(map(str, runs[:5]))} and 2 more: up to 1 clients of")
+
+
 def test_clients_of_other_partitions_are_other_clients(tmp_path: Path) -> None:
     for seed in (0, 1):
         for method, level in (("LocalOnly", 0.25), ("FedAvg", 0.5)):
