@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -16,6 +18,11 @@ from lightning_pfl.cli.compare import print_comparison
 from lightning_pfl.cli.trial import OUTPUT, Trial, logs_to, run_all
 from lightning_pfl.results.comparison import compare
 from lightning_pfl.results.settings import from_config
+
+ERROR = re.compile(r"error: |[\w.]+(?:Error|Exception): ")
+"""How a line begins with which an error does: the command line's, or one of Python."""
+LONGEST = 300
+"""Most letters of an error that are shown."""
 
 
 def sweep_parser() -> ArgumentParser:
@@ -83,13 +90,22 @@ def run_missing(trials: Sequence[Trial], workers: int) -> list[str]:
 
     def tell(place: int, status: int) -> None:
         trial = trials[place]
-        how = "done" if status == 0 else f"failed, see {trial.folder / OUTPUT}"
+        output = trial.folder / OUTPUT
+        how = "done" if status == 0 else f"failed{_error(output)}, see {output}"
         print(f"{place + 1}/{len(trials)} {trial.name} seed {trial.seed}: {how}", flush=True)
         if status:
-            failed.append(str(trial.folder / OUTPUT))
+            failed.append(str(output))
 
     run_all([trial.run for trial in trials], workers, tell)
     return failed
+
+
+def _error(output: Path) -> str:
+    """Return the error with which a run's output ends, in brackets; nothing if there is none."""
+    lines = output.read_text(errors="replace").splitlines()
+    begins = [place for place, line in enumerate(lines) if ERROR.match(line)]
+    text = " ".join(lines[begins[-1] :]) if begins else ""
+    return f" ({shorten(text, LONGEST, placeholder=' ...')})" if text else ""
 
 
 def report(folders: Sequence[Path], metric: str | None) -> None:

@@ -24,7 +24,7 @@ class Runs:
 
     def __init__(self, fails: int = -1) -> None:
         self.commands: list[list[str]] = []
-        self.fails = fails
+        self.fails, self.says = fails, ["nothing"]
 
     def __call__(self, command: list[str], **options: Any) -> Any:
         self.commands.append(command)
@@ -36,6 +36,7 @@ class Runs:
         )
         epochs = int(given["--method.head_epochs"])
         if epochs == self.fails:
+            print(*self.says, sep="\n", file=options["stdout"])
             return subprocess.CompletedProcess(command, 1)
         made = folder / "made"
         write_run(made, "FedRep", [[epochs / 10] * 3] * 2, seed=0, head_epochs=epochs)
@@ -100,7 +101,33 @@ def test_failures_are_named_and_the_others_run(
         sweep(tmp_path, "--method.head_epochs", "1,5")
     out = capsys.readouterr().out
     assert "Best on validation data" in out
-    assert "1/2 head_epochs=1 seed 0: failed" in out
+    assert "1/2 head_epochs=1 seed 0: failed, see" in out
+
+
+@pytest.mark.parametrize(
+    ("says", "shown"),
+    [
+        (
+            ["tip: For details.", "error: Expected an argument of Net, but got 'lrr'.", "Did you?"],
+            "(error: Expected an argument of Net, but got 'lrr'. Did you?), see",
+        ),
+        (
+            ["ValueError: 1", "Traceback (most recent call last):", "  x", "my.OwnError: No file."],
+            "(my.OwnError: No file.), see",
+        ),
+    ],
+)
+def test_a_failure_says_its_error(
+    says: list[str],
+    shown: str,
+    tmp_path: Path,
+    runs: Runs,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs.fails, runs.says = 1, says
+    with pytest.raises(SystemExit):
+        sweep(tmp_path, "--method.head_epochs", "1")
+    assert f"1/1 recipe seed 0: failed {shown}" in capsys.readouterr().out
 
 
 def test_partitions_vary_when_asked(tmp_path: Path) -> None:
