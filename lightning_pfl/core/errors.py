@@ -76,6 +76,9 @@ REMEDIES = {
     "backward through the graph a second time": (
         "If samples require gradients, detach them in the data set, by `x.detach()`."
     ),
+    "grad can be implicitly created only for scalar outputs": (
+        "Return one number from `training_step`, such as the mean of the samples' losses."
+    ),
     "Needs at least two samples": (
         "Where it is a torchmetrics object, call its `update` in the step and log the object: it "
         "computes all samples of a client together, and one of a single sample has no value."

@@ -75,6 +75,15 @@ def test_ids_beyond_an_embedding() -> None:
         nn.Embedding(3, 2)(torch.tensor([2, 3]))
 
 
+def test_a_loss_of_each_sample() -> None:
+    weight = torch.zeros(2, 3, requires_grad=True)
+    with (
+        pytest.raises(ClientError, match=r"for client 'ann'.*one number from `training_step`"),
+        naming_clients("client_step", ["ann"], [0], 0),
+    ):
+        F.cross_entropy(weight, torch.tensor([0, 1]), reduction="none").backward()
+
+
 def test_advice_about_the_engine_comes_after_what_to_do() -> None:
     with (
         pytest.raises(ClientError, match=r"an output for each\. Run with another engine\."),
