@@ -69,6 +69,20 @@ class TestHowTo:
         assert min(found.lengths) > 0
         assert sorted(found.accuracies[0]) == ["east", "north", "south"]
 
+    def test_a_client_of_one_class_has_no_auroc(self, names: dict[str, Any]) -> None:
+        assert np.isnan(names["aurocs"]["healthy"])
+        known = [names["aurocs"][name] for name in ("north", "east")]
+        assert names["mean_auroc"] == pytest.approx(sum(known) / 2)
+        # Labels are the sign of the first of two columns, which a linear model finds.
+        assert min(known) > 0.9
+
+    def test_a_value_of_one_client_is_monitored(self, names: dict[str, Any]) -> None:
+        run, stopping = names["trainer"], names["stopping"]
+        value = float(run.callback_metrics["east/val_acc"])
+        assert value == pytest.approx(run.strategy.client_metrics()["val_acc"]["east"])
+        assert value <= float(stopping.best_score) <= 1
+        assert run.current_epoch < 20
+
     def test_mnist_and_the_network_fit_each_other(self, names: dict[str, Any]) -> None:
         data = names["mnist"].train_dataloader()
         images, labels = data.gather(data.indices[0])
