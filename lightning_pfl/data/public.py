@@ -8,7 +8,7 @@ import torch
 
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.randomness import derive, permutation
-from lightning_pfl.data.datasets import FederatedTensorDataset, as_federated
+from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset, as_federated
 
 
 class PublicData:
@@ -16,7 +16,8 @@ class PublicData:
 
     Args:
         source: What ``public_dataloader`` of a data module returns: a DataLoader over tensors, or a
-            dataset of one client with all samples.
+            dataset of one client with all samples. Its ``drop_last`` is the server's; clients see
+            all samples.
         seed: The run's seed.
         samples: Number of samples in a round; None for all.
         names: Names of the federation's clients.
@@ -61,11 +62,26 @@ class PublicData:
         return self._drawn[round]
 
     def for_server(self) -> FederatedTensorDataset:
-        """Return all samples for the server, shuffled anew in each pass."""
-        return self._dataset([self.data.indices[0].cpu()], ("server",), shuffle=True)
+        """Return all samples for the server, shuffled anew in each pass.
+
+        Raises:
+            MisconfigurationException: If ``drop_last`` leaves no minibatch.
+        """
+        data, found = self.data, int(self.data.num_samples)
+        if found < (2 if data.drop_last == "single" else data.batch_size if data.drop_last else 1):
+            raise MisconfigurationException(
+                "Expected a minibatch of public samples, on which the server trains, but got "
+                f"{found} samples with batch_size={data.batch_size} and "
+                f"drop_last={data.drop_last!r}. Use smaller minibatches or drop_last=False."
+            )
+        return self._dataset([data.indices[0].cpu()], ("server",), True, data.drop_last)
 
     def _dataset(
-        self, rows: list[torch.Tensor], names: tuple[str, ...], shuffle: bool = False
+        self,
+        rows: list[torch.Tensor],
+        names: tuple[str, ...],
+        shuffle: bool = False,
+        drop_last: DropLast = False,
     ) -> FederatedTensorDataset:
         data = self.data
         return FederatedTensorDataset(
@@ -74,5 +90,6 @@ class PublicData:
             names=names,
             batch_size=data.batch_size,
             shuffle=shuffle,
+            drop_last=drop_last,
             transform=data.transform,
         )

@@ -35,6 +35,14 @@ def test_labels_of_classes(labels: Tensor, remedy: str) -> None:
         F.cross_entropy(SCORES, labels)
 
 
+def test_a_minibatch_of_one_sample() -> None:
+    with (
+        pytest.raises(ClientError, match=r"client 'ann'.*: choose a batch size that leaves none"),
+        naming_clients("client_step", ["ann"], [0], 0),
+    ):
+        nn.BatchNorm1d(3)(torch.zeros(1, 3))
+
+
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([True, False])])
 def test_labels_of_a_binary_loss(labels: Tensor) -> None:
     with (

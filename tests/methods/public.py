@@ -20,15 +20,16 @@ def pictures(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(SAMPLES, 1, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def with_public(make: Callable[[], nn.Module]) -> Callable[..., Any]:
+def with_public(make: Callable[[], nn.Module], **minibatches: Any) -> Callable[..., Any]:
     """Give a module public pictures, whose labels are wrong: no method may learn from them."""
 
     def made(dtype: torch.dtype = torch.float64) -> Any:
         module: Any = make().to(dtype)
 
         def public_dataloader() -> FederatedTensorDataset:
+            given = {"batch_size": 3, **minibatches}
             fields = pictures(next(module.parameters()).dtype), torch.full((SAMPLES,), 2)
-            return FederatedTensorDataset(fields, [torch.arange(SAMPLES)], batch_size=3)
+            return FederatedTensorDataset(fields, [torch.arange(SAMPLES)], **given)
 
         module.public_dataloader = public_dataloader
         return module

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import FedAvg, FedDF
 from lightning_pfl.solvers.distances import distance_to
@@ -43,8 +44,10 @@ def test_three_logits_have_the_known_divergence(temperature: float, expected: fl
     assert float(found) == pytest.approx(expected, rel=1e-8)
 
 
-def test_matches_the_reference(engine: str) -> None:
-    data, module, steps = small_clients(), with_public(softmax_module)(), 5
+@pytest.mark.parametrize(("size", "drop_last"), [(3, False), (4, "single"), (5, True)])
+def test_matches_the_reference(engine: str, size: int, drop_last: Any) -> None:
+    public = with_public(softmax_module, batch_size=size, drop_last=drop_last)
+    data, module, steps = small_clients(), public(), 5
     run = fit(FedDF(steps, 0.02, 2.0), data, module, 3, engine, participation=3)
     server = softmax.as_numpy(softmax_module().state_dict())
     rates = [0.02 * (1 + np.cos(np.pi * step / steps)) / 2 for step in range(steps)]
@@ -56,10 +59,16 @@ def test_matches_the_reference(engine: str) -> None:
                 w = softmax.moved(w, softmax.gradient(w, *batch), -0.05)
             sent.append(w)
         server = softmax.mean(sent, [SIZES[k] for k in cohort.tolist()])
-        server = distilled(server, sent, number, rates, 2.0)
+        server = distilled(server, sent, number, rates, 2.0, batch=size)
         for name, leaf in server.items():
             found = run.recorder.servers[number + 1]["model"][name]
             np.testing.assert_allclose(found, leaf, rtol=1e-8)
+
+
+def test_a_server_without_a_minibatch_is_refused(engine: str) -> None:
+    module = with_public(plain_module, batch_size=10, drop_last=True)()
+    with pytest.raises(MisconfigurationException, match="9 samples with batch_size=10"):
+        fit(few_steps(), small_clients(), module, 1, engine)
 
 
 def test_without_steps_it_is_fedavg(engine: str) -> None:

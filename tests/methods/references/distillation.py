@@ -18,13 +18,21 @@ def distilled(
     rates: list[float],
     temperature: float = 1.0,
     weight_decay: float = 0.0,
+    batch: int = BATCH,
 ) -> Weights:
-    """Adam with torch's defaults and the rate of each step, on the divergence times T squared."""
+    """Adam with torch's defaults and the rate of each step, on the divergence times T squared.
+
+    Minibatches that aren't full are left out.
+    """
     x = pictures().flatten(1).numpy()
-    per_epoch = SAMPLES // BATCH
+    per_epoch = SAMPLES // batch
     epochs = -(-len(rates) // per_epoch)
     orders = [order_by_hand(SAMPLES, 0, e, stream="server", round=round) for e in range(epochs)]
-    minibatches = [some.numpy() for order in orders for some in order.split(BATCH)]
+    minibatches = [
+        order[first : first + batch].numpy()
+        for order in orders
+        for first in range(0, per_epoch * batch, batch)
+    ]
     m = {name: np.zeros_like(leaf) for name, leaf in w.items()}
     v = {name: np.zeros_like(leaf) for name, leaf in w.items()}
     for step, rate in enumerate(rates):
