@@ -76,13 +76,11 @@ REMEDIES = {
     "backward through the graph a second time": (
         "If samples require gradients, detach them in the data set, by `x.detach()`."
     ),
-<<<<<<< HEAD
     "grad can be implicitly created only for scalar outputs": (
         "Return one number from `training_step`, such as the mean of the samples' losses."
-=======
+    ),
     "more than 1 value per channel": (
         "BatchNorm can't train on a minibatch of one sample: choose a batch size that leaves none."
->>>>>>> 2e2619e (Leave out the server's last minibatches of public samples as drop_last says)
     ),
     "Needs at least two samples": (
         "Where it is a torchmetrics object, call its `update` in the step and log the object: it "
