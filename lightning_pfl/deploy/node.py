@@ -85,7 +85,7 @@ class Node:
         secure: Whether it trains with secure aggregation alone.
 
     Attributes:
-        finished: Whether the server has said that it has finished.
+        finished: Whether the server has said that it has finished, and hasn't greeted since.
 
     Raises:
         ValueError: If the data have no such clients, or if the method can't use the noise.
@@ -199,6 +199,7 @@ class Node:
 
     def hello(self, packet: Packet) -> Packet:
         """Send the names and numbers of samples of this node's clients."""
+        self.finished = False  # it goes on, or has lost the last answer and will ask again
         counts = {
             name: {
                 split: vars(count(self._splits.get(split), self._rows[name])) for split in SPLITS

@@ -48,8 +48,12 @@ QUIET = {
 }
 WRONG_SETTINGS = 2
 """The status with which programs end that can't work with their arguments."""
+SENT = b"Sent successfully"
+"""What a SuperNode writes once the SuperLink has all of an answer."""
+SENDING = 600.0
+"""Seconds that a node stays after the end at most, until its SuperNode has sent its last answer."""
 STAY = 10.0
-"""Seconds that a node stays after the end, so that its last answer arrives."""
+"""Seconds that it stays then, until the server looks: a SuperLink drops answers of who has left."""
 
 log = logging.getLogger(__name__)
 
@@ -373,15 +377,34 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
         children.start("supernode", command, FLWR_HOME=str(home))
         say(f"{settings.name} looks for the server at {settings.server}.")
         tasks = Tasks(f"127.0.0.1:{port}", "flwr-clientapp", secret)
-        handle, end = answer_with(node.handle), math.inf
+        link, written, end, sent = logs / "supernode.log", 0, math.inf, False
+
+        def handle(data: bytes) -> bytes:
+            nonlocal written
+            # A SuperNode has sent the answer before: what it writes from now on is of this one.
+            written = link.stat().st_size
+            return node.handle(data)
+
+        answering = answer_with(handle)
         while time.monotonic() < end:
             children.look()
-            if not _answer(tasks, handle):
+            if not _answer(tasks, answering):
                 time.sleep(LOOK)
-            if node.finished and end == math.inf:
+            if not node.finished:
+                end, sent = math.inf, False
+            elif end == math.inf:
                 say("The server has finished.")
-                end = time.monotonic() + STAY
+                end = time.monotonic() + SENDING
+            elif not sent and _has_sent(link, written):
+                end, sent = time.monotonic() + STAY, True
         tasks.close()
+
+
+def _has_sent(log: Path, since: int) -> bool:
+    """Whether a SuperNode says that it has sent an answer, after a number of bytes of its log."""
+    with log.open("rb") as file:
+        file.seek(since)
+        return SENT in file.read()
 
 
 def why_it_ended(status: int, log: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from lightning_pfl.deploy.flower import FlowerLine, answer_with, bounded, unless_lost
 from lightning_pfl.deploy.node import Node
 from lightning_pfl.deploy.nodes import Reply
-from lightning_pfl.deploy.packet import PacketError
+from lightning_pfl.deploy.packet import Packet, PacketError
 from lightning_pfl.deploy.server import serve
 from tests.deploy.setting import differences, make_nodes, recipe_of, simulate
 
@@ -65,6 +65,9 @@ def test_two_rounds_in_flowers_messages_equal_the_simulation(tmp_path: Path) -> 
     ours, theirs = simulated.strategy.federation, trainer.strategy.federation
     assert differences(ours, theirs, nodes) == []
     assert all(node.finished for node in nodes.values())
+    for node in nodes.values():  # a server that greets goes on
+        node.handle(Packet("hello").to_bytes())
+        assert not node.finished
 
 
 def test_an_answer_that_cannot_be_read_is_one_and_tells_no_other_number() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -21,8 +23,20 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pfl.deploy import processes
 from lightning_pfl.deploy.flower import Orders, Tasks
-from lightning_pfl.deploy.processes import STARTS, _wait, alone, database, why_it_ended
+from lightning_pfl.deploy.processes import (
+    LOOK,
+    SENDING,
+    STARTS,
+    STAY,
+    _wait,
+    alone,
+    database,
+    join_over_flower,
+    why_it_ended,
+)
+from lightning_pfl.deploy.settings import ClientSettings
 from tests.deploy.processes import Processes, fork, killed_while_sending
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
@@ -129,6 +143,83 @@ def test_a_server_waits_for_a_slow_superlink_but_not_for_one_that_ends_each_time
     else:
         with pytest.raises(RuntimeError, match="Expected the SuperLink to listen on port 1"):
             _wait(link, 1)  # type: ignore[arg-type]
+
+
+class Post:
+    """A SuperNode and its tasks: messages that come, and answers that are sent, at given times."""
+
+    def __init__(self, folder: Path, asked: dict[float, bytes], sent: list[float]) -> None:
+        self.folder, self.asked, self.sent, self.seconds = folder, asked, sent, 0.0
+        self.log = folder / "supernode.log"
+        folder.mkdir()
+        self.log.touch()
+
+    def __enter__(self) -> Post:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self, *_: object, **__: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def look(self) -> None:
+        for when in [one for one in self.sent if one <= self.seconds]:
+            self.sent.remove(when)
+            with self.log.open("a") as log:
+                log.write("INFO:      Sent successfully\n")
+
+    def answer(self, handle: Callable[[bytes], bytes]) -> bool:
+        for when in [one for one in self.asked if one <= self.seconds]:
+            handle(self.asked.pop(when))
+            return True
+        return False
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class Answering:
+    """A node that answers nothing."""
+
+    finished = False
+
+    def handle(self, data: bytes) -> bytes:
+        self.finished = data == b"finish"
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent", "left"),
+    [
+        # The last answer takes its time, or can't be sent.
+        ({0.0: b"train", 5.0: b"finish"}, [4.0, 100.0], 100.0 + STAY),
+        ({0.0: b"train", 5.0: b"finish"}, [4.0], 5.0 + SENDING),
+        # The SuperNode was started again, and has lost the last answer.
+        ({5.0: b"finish", 50.0: b"hello", 900.0: b"finish"}, [60.0, 950.0], 950.0 + STAY),
+    ],
+)
+def test_a_node_stays_until_its_last_answer_is_sent(
+    asked: dict[float, bytes],
+    sent: list[float],
+    left: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    post = Post(tmp_path / "logs", dict(asked), list(sent))
+    for name in ("Children", "Tasks"):
+        monkeypatch.setattr(processes, name, lambda *_: post)
+    monkeypatch.setattr(processes, "answer_with", lambda handle: handle)
+    monkeypatch.setattr(logging.getLogger("lightning_pfl"), "handlers", [])
+    monkeypatch.setattr("logging.FileHandler", lambda *_, **__: logging.NullHandler())
+    monkeypatch.setattr("time.sleep", post.sleep)
+    monkeypatch.setattr("time.monotonic", lambda: post.seconds)
+    said: list[str] = []
+    settings = ClientSettings("0", tmp_path / "recipe.yaml", folder=tmp_path, keys=None)
+    node: Any = Answering()
+    join_over_flower(settings, node, said.append)
+    assert post.seconds == pytest.approx(left, abs=2 * LOOK)
+    assert said[-1] == "The server has finished."
 
 
 def test_a_key_that_was_replaced_is_not_let_in_by_an_old_database(tmp_path: Path) -> None:
