@@ -42,6 +42,20 @@ def test_leaves_select_and_floats_keep_the_order_of_the_tree() -> None:
     assert [leaf.numel() for leaf in tree.leaves({"m": model, "s": torch.ones(7)})] == [2, 1, 1, 7]
 
 
+def test_flat_entries_come_back_in_their_shapes_and_types() -> None:
+    model = {
+        "w": torch.randn(3, 2, 4, dtype=torch.float32),
+        "b": torch.randn(3, dtype=torch.float64),
+        "v": torch.randn(3, 5, dtype=torch.bfloat16),
+    }
+    vectors = tree.flat(model, ["v", "w", "b"])
+    assert vectors.shape == (3, 5 + 2 * 4 + 1)
+    assert vectors.dtype == torch.float64  # has the numbers of all
+    like = {name: leaf[:1] for name, leaf in model.items()}
+    back = tree.unflat(vectors, like, ["v", "w", "b"])
+    torch.testing.assert_close(back, model, rtol=0, atol=0)
+
+
 def test_separated_trees_share_no_memory() -> None:
     received = {"w": torch.zeros(2, 3)}
     twice = torch.ones(2, 3)

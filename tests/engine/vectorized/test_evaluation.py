@@ -20,9 +20,12 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, expand
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.steps import Limits
 from lightning_pfl.engine.vectorized import evaluation
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.engine.vectorized.ordered import OrderedBatches
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import assert_trees_close
 from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
@@ -266,6 +269,18 @@ def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(evaluation, "samples_at_once", lambda _: 6)
     parts = evaluate("vectorized", cnn(), personal_models(cnn())).values
     assert_trees_close(parts, whole)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_programs_are_counted_as_they_run(pad: bool) -> None:
+    counts = (7, 25, 20, 0, 25, 15)
+    clients = image_clients(counts)
+    batches = OrderedBatches(clients, torch.arange(len(counts)), Limits(1, 1.0), pad, 10)
+    numbers = range(int(batches.steps.max()))
+    sizes = [tick.minibatches[0].sizes for number in numbers for tick in batches.at(number)]
+    samples = sum(len(each) * int(each.max()) for each in sizes)
+    count = evaluation._load_padded if pad else evaluation._load_in_groups
+    assert count([*counts], 10) == Load(0, len(sizes), sum(map(len, sizes)), 0, samples)
 
 
 class Products(TorchDispatchMode):
