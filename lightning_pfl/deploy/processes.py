@@ -401,7 +401,7 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
 
 
 def _has_sent(log: Path, since: int) -> bool:
-    """Whether a SuperNode says that it has sent an answer, after a number of bytes of its log."""
+    """Whether a SuperNode has sent an answer, by its log after a number of bytes."""
     with log.open("rb") as file:
         file.seek(since)
         return SENT in file.read()
