@@ -132,7 +132,7 @@ class FederatedTensorDataset:
         self.label_counts: Tensor | None = None
         device = next(batch_leaves(fields)).device
         # One flat tensor: moving 100,000 clients to a device is one copy.
-        self._flat = torch.cat(rows or [torch.empty(0, dtype=torch.long)]).to(device)
+        self._flat = send(torch.cat(rows or [torch.empty(0, dtype=torch.long)]), device)
         self.indices = Positions(self._flat, self.num_samples, self.names)
         self._check_range()
 

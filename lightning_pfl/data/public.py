@@ -8,6 +8,7 @@ import torch
 
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.core.transfer import send
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset, as_federated
 
 
@@ -57,7 +58,7 @@ class PublicData:
             kept = {k: data for k, data in self._drawn.items() if abs(k - round) <= 1}
             drawn = permutation(int(self.data.num_samples), derive(self.seed, "public", round))
             mine = self.data.indices[0]
-            chosen = mine[drawn[: self.samples].to(mine.device)].cpu()
+            chosen = mine[send(drawn[: self.samples], mine.device)].cpu()
             self._drawn = {**kept, round: self._dataset([chosen] * len(self.names), self.names)}
         return self._drawn[round]
 

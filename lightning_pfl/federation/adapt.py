@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_integer, is_number
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
@@ -43,7 +44,7 @@ class Adaptation(Method):
         """Start with the given model."""
         model: Model = received["model"]
         device = next(iter(model.values())).device
-        samples = info.num_samples.to(device).double()
+        samples = send(info.num_samples, device).double()
         return {"model": model, "samples": samples, "given": received["given"]}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:

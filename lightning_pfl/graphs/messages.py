@@ -34,6 +34,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Tree, leaves, rows, tmap
 from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.graph import sparse_square
@@ -94,10 +95,10 @@ class PeerExchange:
         position = torch.full((len(graph.neighbours),), -1, dtype=torch.int64)
         position[clients] = torch.arange(len(clients))
         sender = position[neighbours]
-        self.present = (graph.mask[clients] & (sender >= 0)).to(device)
-        self.sender = sender.clamp_min(0).to(device)
-        self.reverse = graph.reverse[clients].to(device)
-        weights = graph.slot_weights[clients].to(device)
+        self.present = send(graph.mask[clients] & (sender >= 0), device)
+        self.sender = send(sender.clamp_min(0), device)
+        self.reverse = send(graph.reverse[clients], device)
+        weights = send(graph.slot_weights[clients], device)
         self.weights = torch.where(self.present, weights, 0.0)
 
     def deliver(self, exchange: Exchange, sent: Tree) -> ReceivedMessages:
@@ -120,7 +121,7 @@ class PeerExchange:
                 differ; None for the size of the tensors in ``sent``.
         """
         if sizes is not None:
-            return int((sizes.to(self.present.device) * self.present).sum())
+            return int((send(sizes, self.present.device) * self.present).sum())
         axes = 2 if exchange.to == "each" else 1
         size = sum(leaf.shape[axes:].numel() * leaf.element_size() for leaf in leaves(sent))
         return int(self.present.sum()) * size

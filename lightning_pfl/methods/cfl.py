@@ -13,6 +13,7 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_integer, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
 from lightning_pfl.methods.base import PER_CLUSTER, About, Method, PerClient
 from lightning_pfl.methods.support import memory
@@ -154,7 +155,7 @@ class CFL(Method):
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
         """Send each client the model of its cluster."""
-        index = info.index.to(server["together"].device)
+        index = send(info.index, server["together"].device)
         largest = server["together"].sum(1).argmax()
         at = torch.where(index < self.num_clients, index, largest)
         return {"model": tmap(lambda leaf: leaf[at], server["models"])}
@@ -164,7 +165,7 @@ class CFL(Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Split clusters where the criterion holds, then average in each."""
         label = first_member(server["together"])
-        at = info.index.to(label.device)
+        at = send(info.index, label.device)
         change, fresh = server["change"].clone(), server["fresh"].clone()
         names = self.parameter_split.trainable
         models, sent = server["models"], uploads["model"]
@@ -189,7 +190,7 @@ class CFL(Method):
         """Measure the norms that were compared to the thresholds."""
         before = round.server or {}  # a split has changed the clusters
         label, fresh = first_member(before["together"]), before["fresh"].clone()
-        fresh[round.info.index[round.accepted].to(fresh.device)] = True
+        fresh[send(round.info.index[round.accepted], fresh.device)] = True
         clusters, sizes = label.unique(return_counts=True)
         some = fresh & (label == clusters[sizes.argmax()])
         if not round.accepted.any() or not some.any():
@@ -199,7 +200,7 @@ class CFL(Method):
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """Find the part that leaves a cluster, bool ``(members,)``; None if it isn't split."""
-        has_training_data = self.has_training_data.to(members.device)[members]
+        has_training_data = send(self.has_training_data, members.device)[members]
         some = change[members[has_training_data]].double()
         if len(some) <= 2 or not fresh[members[has_training_data]].all():
             return None

@@ -13,6 +13,7 @@ from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, PerClient, Phase
@@ -270,8 +271,8 @@ class ConvexClustering(WatchedPull, Method):
     ) -> tuple[Tree, Tree]:
         """Update the drawn blocks of z."""
         view, at, drawn = self._view(received, info), self._rows(info), self._draws.of(info.round)
-        split = update_split(view, self._threshold[at].to(view.mask.device), self.penalty)
-        chosen = drawn.pairs[at].to(view.mask.device)
+        split = update_split(view, send(self._threshold[at], view.mask.device), self.penalty)
+        chosen = send(drawn.pairs[at], view.mask.device)
         split = torch.where(chosen.unsqueeze(2), split, received["split"])
         some = drawn.models[at]
         idle = without_data(self.phases(info.round), info.steps)
@@ -284,7 +285,7 @@ class ConvexClustering(WatchedPull, Method):
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store the blocks, and step the drawn dual variables."""
-        device, at = server["models"].device, info.index.to(server["models"].device)
+        device, at = server["models"].device, send(info.index, server["models"].device)
         vectors = flat(uploads["model"], self.parameter_split.trainable).to(server["models"])
         new = {
             "models": server["models"].index_copy(0, at, vectors),
@@ -294,11 +295,11 @@ class ConvexClustering(WatchedPull, Method):
         here[info.index] = True
         updated = (drawn.models & here).sum() + (drawn.pairs & here.unsqueeze(1)).sum()
         steps = damping(max(int(updated), 1), max(self._draws.total, 1))
-        new |= self._step_duals({**server, **new}, drawn.duals.to(device), steps)
-        pairs, heard = self._pairs.to(device), here.to(device).unsqueeze(1)
-        changed = (drawn.models & here).to(device)[pairs.neighbours] & pairs.mask
+        new |= self._step_duals({**server, **new}, send(drawn.duals, device), steps)
+        pairs, heard = self._pairs.to(device), send(here, device).unsqueeze(1)
+        changed = send(drawn.models & here, device)[pairs.neighbours] & pairs.mask
         new["new_models"] = (server["new_models"] & ~heard) | changed
-        new["new_duals"] = (server["new_duals"] & ~heard) | drawn.duals.to(device)
+        new["new_duals"] = (server["new_duals"] & ~heard) | send(drawn.duals, device)
         return new
 
     def _step_duals(self, server: Tree, duals: Tensor, steps: tuple[float, float]) -> Tree:
@@ -318,11 +319,11 @@ class ConvexClustering(WatchedPull, Method):
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
         """Count neighbours' models and dual variables that are new to the client, and the pull."""
-        at = self._rows(info).to(server["new_models"].device)
+        at = send(self._rows(info), server["new_models"].device)
         vectors: Tensor = server["new_models"][at].sum(1) + server["new_duals"][at].sum(1)
         if self.step == "full":
             drawn = self._draws.of(info.round)
-            vectors = vectors + drawn.models[self._rows(info)].to(vectors)
+            vectors = vectors + send(drawn.models[self._rows(info)], vectors.device)
         return vectors.cpu() * self._vector_nbytes(server)
 
     def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor:
@@ -341,10 +342,11 @@ class ConvexClustering(WatchedPull, Method):
 
     def _view(self, received: Tree, info: ClientInfo) -> View:
         """Collect the clients' variables: models, z and damped dual variables."""
-        models, at = received["models"], self._rows(info).to(received["models"].device)
-        neighbours = self._pairs.neighbours.to(models.device)[at]
+        models, at = received["models"], send(self._rows(info), received["models"].device)
+        neighbours = send(self._pairs.neighbours, models.device)[at]
         each = torch.arange(len(at), device=models.device)
-        others, mask = models[each.unsqueeze(1), neighbours], self._pairs.mask.to(models.device)[at]
+        others = models[each.unsqueeze(1), neighbours]
+        mask = send(self._pairs.mask, models.device)[at]
         return View(models[each, at], others, received["split"], received["damped"], mask)
 
     def _rows(self, info: ClientInfo) -> Tensor:
@@ -362,4 +364,4 @@ def _take(leaf: Tensor, at: Tensor) -> Tensor:
     first, count = int(at[0]) if len(at) else 0, len(at)
     if torch.equal(at, torch.arange(first, first + count)):
         return leaf[first : first + count]
-    return leaf.index_select(0, at.to(leaf.device))
+    return leaf.index_select(0, send(at, leaf.device))

@@ -14,6 +14,7 @@ from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_integer, check_used, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, dot, select, sub, total_nbytes
 from lightning_pfl.methods.base import (
     PER_CLIENT,
@@ -191,7 +192,7 @@ class FedASA(Method):
         for cell, names in zip(shared.unbind(1), self.members.values(), strict=True):
             for name in names:
                 leaf = model[name]
-                found[name] = cell.to(leaf.device).view(-1, *[1] * (leaf.ndim - 1))
+                found[name] = send(cell, leaf.device).view(-1, *[1] * (leaf.ndim - 1))
         return found
 
     def _merged(self, shared: Tensor, theirs: Model, own: Model) -> Model:
@@ -229,7 +230,7 @@ class FedASA(Method):
             first = next(iter(model.values()))
             trainable = select(model, self.parameter_split.trainable)
             server["step"] = {name: torch.zeros_like(leaf) for name, leaf in trainable.items()}
-            server["shared"] = self.given.to(first.device)
+            server["shared"] = send(self.given, first.device)
         return server
 
     def init_client_state(self, model: Model) -> Tree:
@@ -237,7 +238,7 @@ class FedASA(Method):
         if self.rule != "drift":
             return {"model": model}
         first = next(iter(model.values()))
-        return {"model": model, "shared": self.given[0].to(first.device)}
+        return {"model": model, "shared": send(self.given[0], first.device)}
 
     # --- a client's round ---
 
@@ -305,7 +306,7 @@ class FedASA(Method):
             return {"model": new}
         step = sub(select(new, server["step"]), old)
         told = server["shared"].index_copy(
-            0, info.index.to(server["shared"].device), uploads["shared"]
+            0, send(info.index, server["shared"].device), uploads["shared"]
         )
         return {"model": new, "step": step, "shared": told}
 

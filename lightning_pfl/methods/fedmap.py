@@ -303,7 +303,7 @@ class FedMAP(WatchedPull, Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Fit the prior to the personal models, and average the shared part."""
         device = next(iter(uploads["model"].values())).device
-        weights = self.weights(uploads, info).to(device)
+        weights = send(self.weights(uploads, info), device)
         theta = select(uploads["model"], self.under)
         gamma = self.prior.update(theta, self.gamma(server), weights, self.prior_lr)
         shared = select(uploads["model"], self.parameter_split.shared - self.under)

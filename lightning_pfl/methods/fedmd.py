@@ -21,6 +21,7 @@ from lightning_pfl.core.checks import (
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, per_client, weighted_mean
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 from lightning_pfl.graphs.resolve import GraphLike, resolve_graph
@@ -234,7 +235,7 @@ class FedMD(Method):
         if self.clusters_wanted == 1 or int(server["due"]) != info.round:
             return {}
         scores = server["scores"]
-        cluster = server["cluster"][info.index.to(scores.device)]
+        cluster = server["cluster"][send(info.index, scores.device)]
         own = scores[cluster.clamp_min(0)]
         return {"scores": own.where((cluster >= 0).view(-1, 1, 1), scores.mean(0))}
 
@@ -318,7 +319,7 @@ class FedMD(Method):
             return {**server, "scores": mean.unsqueeze(0), "due": due}
         key = derive(self.seed, "clusters", info.round)
         groups, means = group_means(scores, self.clusters_wanted, key)
-        cluster = server["cluster"].index_copy(0, info.index.to(scores.device), groups)
+        cluster = server["cluster"].index_copy(0, send(info.index, scores.device), groups)
         return {"scores": means, "due": due, "cluster": cluster}
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:

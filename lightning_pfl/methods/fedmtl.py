@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -156,7 +157,7 @@ class FedMTL(Method):
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Continue with the client's model."""
         device = next(iter(client_state["model"].values())).device
-        return {"model": client_state["model"], "share": info.weights.to(device), **received}
+        return {"model": client_state["model"], "share": send(info.weights, device), **received}
 
     @recordable("regularization", "relationship")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
@@ -185,4 +186,4 @@ class FedMTL(Method):
     def _known(self, info: ClientInfo, models: Model) -> Tensor:
         """Rows of the clients; a new client maps to the last row."""
         device = next(iter(models.values())).device
-        return info.index.clamp_max(self.num_clients - 1).to(device)
+        return send(info.index.clamp_max(self.num_clients - 1), device)

@@ -10,6 +10,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, add, per_client, select, tmap, weighted_mean, where
 from lightning_pfl.methods.base import (
     PER_CLIENT,
@@ -210,7 +211,7 @@ class FedPop(Method):
         return {
             "model": {**shared, **chain},
             "gamma": gamma,
-            "samples": info.num_samples.to(device).clamp_min(1).double(),
+            "samples": send(info.num_samples, device).clamp_min(1).double(),
             "taken": torch.zeros(len(info), dtype=torch.int64, device=device),
             "mean": tmap(torch.zeros_like, chain),
             "body": tmap(torch.zeros_like, select(shared, self.body)),

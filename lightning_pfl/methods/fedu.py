@@ -13,6 +13,7 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -173,7 +174,7 @@ class FedU(Method):
         even = torch.full((self.num_clients,), 1 / self.num_clients, dtype=torch.float64)
 
         def take(leaf: Tensor) -> Tensor:
-            index = info.index.to(leaf.device)
+            index = send(info.index, leaf.device)
             known = leaf[index.clamp_max(self.num_clients - 1)]
             new = (index >= self.num_clients).view(-1, *[1] * (leaf.ndim - 1))
             return (

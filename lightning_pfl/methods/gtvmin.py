@@ -11,6 +11,7 @@ from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
@@ -189,8 +190,10 @@ class GTVMin(WatchedPull, Method):
         """Set up the primal update's problem."""
         model = client_state["model"]
         last = select(model, self.parameter_split.trainable)
-        strength = self.pulls[info.index.clamp_max(self.num_clients - 1)].to(client_state["pull"])
-        shift = client_state["pull"] / strength.unsqueeze(1)
+        pull = client_state["pull"]
+        strength = self.pulls[info.index.clamp_max(self.num_clients - 1)]
+        strength = send(strength, pull.device, pull.dtype)
+        shift = pull / strength.unsqueeze(1)
         center = sub(last, unflat(shift, last, self.parameter_split.trainable))
         return proximal_state(model, center, strength)
 

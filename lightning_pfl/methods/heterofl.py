@@ -16,6 +16,7 @@ from lightning_pfl.core.checks import check_choice, check_used
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, expand, select
 from lightning_pfl.methods.base import (
     PER_CLIENT,
@@ -206,7 +207,7 @@ class HeteroFL(Method):
                 f"class, but got classifier={self.classifier!r} with {sorted(shapes)}. Name the "
                 "last layer, or use masked_classes=False."
             )
-        return (counts[info.index] > 0).to(device)
+        return send(counts[info.index] > 0, device)
 
     def _rows(self, parameter_split: ParameterSplit) -> frozenset[str]:
         return parameter_split.match(self.classifier, "classifier")
@@ -243,7 +244,7 @@ class HeteroFL(Method):
                 continue
             mask = torch.ones(len(info), *shape, dtype=torch.bool, device=device)
             for axis, full in enumerate(shape):
-                mine = self._units(info, groups, name, axis).to(device)
+                mine = send(self._units(info, groups, name, axis), device)
                 if rows and axis == 0 and classes is not None:
                     mine = mine & classes
                 mask &= mine.view(len(info), *[full if i == axis else 1 for i in range(len(shape))])
@@ -363,7 +364,7 @@ class HeteroFL(Method):
             part = leaf[0]
             for axis in range(part.ndim):
                 units = self._units(info, self._networks(one), name, axis)[0].nonzero().flatten()
-                part = part.index_select(axis, units.to(part.device))
+                part = part.index_select(axis, send(units, part.device))
             found[name] = part
         return found
 

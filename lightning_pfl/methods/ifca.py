@@ -13,6 +13,7 @@ from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_integer, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.sums import double_sum
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, select, tmap, total_nbytes
 from lightning_pfl.methods.base import (
     PER_CLUSTER,
@@ -231,7 +232,7 @@ class IFCA(Method):
         model = pick(received["models"], first)
         state = {
             "models": received["models"],
-            "losses": losses.to(first.device),
+            "losses": send(losses, first.device),
             "cluster": first,
             "model": model,
         }
@@ -289,7 +290,7 @@ class IFCA(Method):
         else:
             moved = cluster_means(server["models"], uploads["model"], member, info.weights)
         cluster = server["cluster"].clone()
-        cluster[info.index.to(cluster.device)] = choice
+        cluster[send(info.index, cluster.device)] = choice
         return {"models": moved, "cluster": cluster, **self._judged(server, uploads, info)}
 
     def _judged(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
@@ -298,12 +299,14 @@ class IFCA(Method):
             return {}
         losses, trial = server["trial_loss"].clone(), info.round // self.trial_rounds
         if trial < self._sets:
-            losses[trial] = (info.weights.to(losses) * uploads["loss"]).sum()
+            losses[trial] = (
+                send(info.weights, losses.device, losses.dtype) * uploads["loss"]
+            ).sum()
         return {"trial_loss": losses}
 
     def _descend(self, models: Model, grads: Model, member: Tensor, info: ClientInfo) -> Model:
         def step(leaf: Tensor, grad: Tensor) -> Tensor:
-            mean = double_sum(grad, member * info.weights.to(member))
+            mean = double_sum(grad, member * send(info.weights, member.device, member.dtype))
             return leaf - (info.lr * mean).to(leaf.dtype)
 
         return {n: step(leaf, grads[n]) if n in grads else leaf for n, leaf in models.items()}

@@ -14,6 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
 from lightning_pfl.methods.base import About, Known, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
@@ -252,7 +253,7 @@ class LinearFedRep(Method):
             ValueError: If the batch isn't all of the client's samples.
         """
         x, y, real = self._samples(minibatches, client)
-        if bool((real.sum(1) < samples.to(real.device)).any()):
+        if bool((real.sum(1) < send(samples, real.device)).any()):
             raise ValueError(
                 "Expected a batch with all samples of a new client, but got "
                 f"{int(real.sum(1).min())} samples. Use a larger `batch_size`."

@@ -12,6 +12,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive, generator
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat, weighted_mean
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, PerClient
 
@@ -187,7 +188,7 @@ class LpProj(Method):
 
     def _constants(self, like: Tensor, clients: int) -> Tree:
         """Return the projection for some clients, on a tensor's device."""
-        found: Tree = {name: leaf.to(like.device) for name, leaf in self._projection.items()}
+        found: Tree = {name: send(leaf, like.device) for name, leaf in self._projection.items()}
         return expand(found, clients)
 
 

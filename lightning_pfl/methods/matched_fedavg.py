@@ -119,7 +119,9 @@ class MatchedFedAvg(Method):
                 goal = layer.vectors(wanted, names)[0]
                 units = layer.vectors(models, names)
                 order = torch.stack([nearest_order(each, goal) for each in units])
-                if not torch.equal(order, torch.arange(layer.units).to(order).expand_as(order)):
+                if not torch.equal(
+                    order, torch.arange(layer.units, device=order.device).expand_as(order)
+                ):
                     models, changed = layer.permuted(models, order), True
             if not changed or len(self.layers) == 1:
                 break

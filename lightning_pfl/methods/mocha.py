@@ -14,6 +14,7 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.errors import MisconfigurationException
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
@@ -223,7 +224,7 @@ class MOCHA(Method):
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
         r"""Send each client its weights, and the curvature of its dual problem times the weight."""
         relationship = server["relationship"]
-        at = info.index.to(relationship.device).clamp_max(self.num_clients)
+        at = send(info.index, relationship.device).clamp_max(self.num_clients)
         weights, scale = self._all_weights(server), aggregation_bound(relationship, self.bound)
         # The last row is for new clients.
         weights = torch.cat([weights, weights.mean(0, keepdim=True)])
@@ -238,7 +239,7 @@ class MOCHA(Method):
         return {
             "weights": weights,
             "curvature": received["scale"] / self.regularization,
-            "order": order.to(weights.device),
+            "order": send(order, weights.device),
             "dual": client_state["dual"],
             "change": torch.zeros_like(weights),
         }
@@ -273,7 +274,7 @@ class MOCHA(Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Add the changes; after the inner rounds learn the relationship."""
         vectors = server["dual_vectors"]
-        vectors = vectors.index_add(0, info.index.to(vectors.device), uploads["change"])
+        vectors = vectors.index_add(0, send(info.index, vectors.device), uploads["change"])
         server = {**server, "dual_vectors": vectors}
         if not self._learns(info.round):
             return server

@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_integer, check_number, is_number
 from lightning_pfl.core.mixture import ensemble
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, leaves, per_client, select, tmap, weighted_mean
 from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
@@ -162,7 +163,7 @@ class PFedBayes(WatchedPull, Method):
         """Continue with the client's distribution, and copy the common one."""
         mean = select(received["model"], self.parameter_split.trainable)
         first = next(iter(mean.values()))
-        samples = info.num_samples.to(first.device).clamp_min(1).double()
+        samples = send(info.num_samples, first.device).clamp_min(1).double()
         return {
             **self._fitted(received, client_state),
             "copy": {"mean": mean, "rho": dict(received["rho"])},
@@ -286,7 +287,7 @@ class PFedBayes(WatchedPull, Method):
         first = next(iter(model.values()))
         share = torch.full((len(first), len(drawn)), 1 / len(drawn), dtype=torch.float64)
         stacked = {name: torch.stack([each[name] for each in drawn], 1) for name in model}
-        return ensemble(stacked, share.to(first.device))
+        return ensemble(stacked, send(share, first.device))
 
 
 def _kl_mean(q: Normal, w: Normal) -> Model:

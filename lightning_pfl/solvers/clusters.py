@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.sums import double_sum
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, tmap
 
 Labels = Tensor | Sequence[int]
@@ -106,7 +107,7 @@ def cluster_means(models: Model, uploads: Model, member: Tensor, weights: Tensor
         member: Membership, 0 or 1, float64 ``(clusters, clients)``; a client is in one cluster.
         weights: float64 ``(clients,)``.
     """
-    shares = member * weights.to(member)
+    shares = member * send(weights, member.device, member.dtype)
     total = shares.sum(1, keepdim=True)
     shares = shares / torch.where(total > 0, total, 1.0)
     # As in `weighted_mean`, differences to the first client, of each cluster.
@@ -145,7 +146,7 @@ def bipartition(similarity: Tensor) -> Tensor:
 
     distances = squareform((1 - similarity).cpu().numpy(), checks=False)
     labels = torch.from_numpy(cut_tree(linkage(distances, "complete"), n_clusters=2)[:, 0])
-    return (labels != labels[0]).to(similarity.device)
+    return send(labels != labels[0], similarity.device)
 
 
 def gap(similarity: Tensor, second: Tensor) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.core.transfer import send
 
 
 def visiting_order(num_samples: Tensor, longest: int, passes: int, seed: int, round: int) -> Tensor:
@@ -69,7 +70,7 @@ def coordinate_ascent(
     """
     dual, at = dual.clone(), torch.arange(len(dual), device=dual.device)
     change = torch.zeros_like(weights)
-    count = num_samples.to(weights).unsqueeze(1)
+    count = send(num_samples, weights.device, weights.dtype).unsqueeze(1)
     slope = curvature.to(weights).unsqueeze(1)
     squares = inputs.square().sum(2)
     for visit in range(int(steps.max())):

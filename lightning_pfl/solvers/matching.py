@@ -9,6 +9,8 @@ from math import log
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
+
 
 def assignment(profit: Tensor) -> Tensor:
     """Give each row a column of its own, so that the sum of the profits is largest.
@@ -26,7 +28,7 @@ def assignment(profit: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
     _, columns = linear_sum_assignment(profit.detach().cpu().double().numpy(), maximize=True)
-    return torch.from_numpy(columns).to(profit.device)
+    return send(torch.from_numpy(columns), profit.device)
 
 
 def nearest_order(units: Tensor, targets: Tensor) -> Tensor:

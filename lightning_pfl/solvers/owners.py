@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model
 
 
@@ -32,13 +33,13 @@ def owners_mean(old: Model, uploads: Model, owned: Model, weights: Tensor) -> Mo
         mine = owned.get(name)
         if mine is None:
             mine = torch.ones(len(leaf), *[1] * (leaf.ndim - 1), dtype=torch.bool)
-        mine = mine.to(leaf.device)
+        mine = send(mine, leaf.device)
         if not leaf.is_floating_point():
             lowest = False if leaf.dtype == torch.bool else torch.iinfo(leaf.dtype).min
             found = leaf.where(mine, lowest).amax(0)
             return found.where(mine.any(0), before)
         origin = before.double()
-        shares = mine * weights.to(leaf.device, torch.float64).view(-1, *[1] * before.ndim)
+        shares = mine * send(weights, leaf.device, torch.float64).view(-1, *[1] * before.ndim)
         total = shares.sum(0)
         moved = leaf.where(mine, before).double().sub_(origin).mul_(shares).sum(0)
         return (origin + moved / total.where(total > 0, 1)).to(leaf.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.transfer import send
 from lightning_pfl.graphs import Graph
 
 
@@ -63,7 +64,7 @@ class Pairs:
 
     def to(self, device: torch.device | str) -> Pairs:
         """Move the tensors to another device."""
-        return Pairs(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        return Pairs(*(send(getattr(self, name), device) for name in self.__dataclass_fields__))
 
     def rows(self, clients: Tensor) -> Pairs:
         """Select the pairs (i, j) of some clients i."""

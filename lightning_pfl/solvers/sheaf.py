@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_pfl.core.checks import check_number, is_number
 from lightning_pfl.core.randomness import derive, generator
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.graphs import Graph
 
@@ -228,7 +229,7 @@ def project(theta: Tensor, maps: Tensor | None, dims: Tensor, width: int) -> Ten
             found[:, slot] = (of_slot * theta.unsqueeze(1)).sum(2)
         return found
     first = torch.nn.functional.pad(theta, (0, max(0, width - theta.shape[1])))[:, :width]
-    kept = inside(dims.to(theta.device), width)
+    kept = inside(send(dims, theta.device), width)
     return torch.where(kept, first.unsqueeze(1), torch.zeros_like(first).unsqueeze(1))
 
 

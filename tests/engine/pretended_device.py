@@ -12,8 +12,10 @@ It stands on torch's experimental backends written in Python. `tests/conftest.py
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import lightning_pfl
 from lightning_pfl.core.transfer import EVENTS
 
 NAME = "pretended"
+PACKAGE = str(Path(lightning_pfl.__file__).parent)
 aten = torch.ops.aten
 BETWEEN_DEVICES = (aten.copy_.default, aten._to_copy.default)
 """Operators that take tensors of two devices."""
@@ -102,6 +106,7 @@ class PretendedDevice(TorchDispatchMode):
     Attributes:
         waits: How often the host waited for the device, by operator. A copy waits for all that was
             launched before it, unless it's told not to, and so do positions by a mask.
+        sent: How often it waited for a copy from the host, by place in the package.
         arriving: Copies to the host that have no numbers yet, with these.
         launches: How often an operator ran there, by operator. On an accelerator that is a kernel
             each, or a few: a convolution's gradient has two products.
@@ -110,6 +115,7 @@ class PretendedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.tape: Tape | None = None
         self.arriving: list[tuple[Tensor, Tensor]] = []
@@ -150,6 +156,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], device: PretendedDevice) -
     at_once = func in BETWEEN_DEVICES and is_at_once(args, kwargs)
     if waits and not at_once:
         device.waits[func.name()] += 1
+        if from_host:
+            device.sent[place_in_package()] += 1
     on_device = any(here) or to_device
     if on_device and not (func.is_view or func in WITHOUT_KERNEL):
         device.launches[func.name()] += 1
@@ -182,6 +190,14 @@ def require_one_device(func: Any, tensors: list[Tensor], here: list[bool]) -> No
     if outside:
         shapes = [tuple(tensor.shape) for tensor in outside]
         raise RuntimeError(f"{func.name()} got tensors of the host {shapes} beside the device's")
+
+
+def place_in_package() -> str:
+    """Return the innermost line of the package that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and PACKAGE not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_at_once(args: Any, kwargs: dict[str, Any]) -> bool:

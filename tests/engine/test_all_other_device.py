@@ -60,6 +60,7 @@ class Outcome:
     fit: Fit
     models: list[dict[str, Tensor]]
     waits: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
     checks: int = 0
 
 
@@ -90,7 +91,7 @@ def elsewhere(method: Method, **settings: Any) -> Outcome:
         # Tensors made in inference mode can't be wrapped.
         outcome = small_fit(method, accelerator=accelerator, inference_mode=False, **settings)
     assert outcome.fit.strategy.root_device.type == NAME
-    outcome.waits, outcome.checks = device.waits, len(checks)
+    outcome.waits, outcome.sent, outcome.checks = device.waits, device.sent, len(checks)
     return outcome
 
 
@@ -258,6 +259,26 @@ def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
         return elsewhere(CASES[name](), engine="vectorized", module=module, data=data).waits
 
     assert_waits_no_more(waits(more=True), waits(more=False))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "FedMTL" else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(CASES)
+    ],
+)
+def test_no_later_round_waits_for_what_the_host_sends(name: str) -> None:
+    """Such as positions of clients, which an ordinary copy would send after all other work."""
+    problem = PROBLEMS.get(name, {})
+
+    def sent(rounds: int) -> Counter[str]:
+        data = problem.get("make_data", small_clients)(torch.float64)
+        module = problem.get("make_module", small_module)(torch.float64)
+        settings = {"engine": "vectorized", "module": module, "data": data, "rounds": rounds}
+        return elsewhere(CASES[name](), **settings).sent
+
+    assert sent(4) - sent(3) == {}
 
 
 def test_a_round_waits_for_the_gate_the_logs_the_servers_step_and_the_evaluation() -> None:

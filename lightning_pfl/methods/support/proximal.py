@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.local import LocalStep, PerClient, Phase
 from lightning_pfl.core.checks import check_choice, check_used
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import Model, Tree, flat, per_client, select, tmap, unflat, where
 from lightning_pfl.solvers.lbfgs import minimise
 
@@ -83,7 +84,7 @@ def proximal_result(state: Tree, idle: Tensor) -> Model:
         idle: Which clients have no data, bool ``(clients,)``.
     """
     strength = state["strength"]
-    free = idle.to(strength.device) & (strength > 0)
+    free = send(idle, strength.device) & (strength > 0)
     return {**state["model"], **where(free, state["anchor"], state["model"])}
 
 

@@ -14,6 +14,7 @@ from lightning_pfl.contract.local import LocalStep, recordable
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_used
 from lightning_pfl.core.randomness import derive, generator
+from lightning_pfl.core.transfer import send
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -257,12 +258,12 @@ class SheafOfFederation:
         messages = self._gather(sent)
         peers = PeerExchange(self.method.graph, self.clients, messages.device)
         index = self.shard.index
-        here = index if isinstance(index, slice) else index.to(messages.device)
+        here = index if isinstance(index, slice) else send(index, messages.device)
         inbox = peers.deliver(Exchange("", "each"), {"": messages}).rows(here)
         residual = disagreement(inbox.sent[""], inbox.messages[""], inbox.weights)
         found = {}
         for architecture, at in self.federation.by_architecture(self.mine):
-            of_group = at if isinstance(at, slice) else at.to(residual.device)
+            of_group = at if isinstance(at, slice) else send(at, residual.device)
             mine = rows({"": residual}, of_group)[""]
             maps, scalars = (
                 architecture.client_states.tree.get("maps"),
