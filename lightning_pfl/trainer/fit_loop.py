@@ -257,7 +257,6 @@ class FederatedLoop(FitLoop):
             remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
         self._restored, self._left_out = None, ""
         self._uploads_are_read = self._find_readers()
-        self._count_rounds()
 
     def _count_rounds(self) -> None:
         """Count a round as finished once its stage is closed."""
@@ -526,10 +525,9 @@ class FederatedLoop(FitLoop):
     def run(self) -> None:
         """Run the rounds that are left; where none is, report what the last ones had."""
         self.setup_data()
-        if self._restored is not None:
-            self._count_rounds()
-            if self.stage not in INSIDE:
-                self._heed_early_stopping()
+        self._count_rounds()
+        if self._restored is not None and self.stage not in INSIDE:
+            self._heed_early_stopping()
         if self._restored is None or not self.done:
             super().run()
             return
