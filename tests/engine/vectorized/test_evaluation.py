@@ -271,6 +271,35 @@ def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert_trees_close(parts, whole)
 
 
+class Scaled(PersonalizedModule):
+    """A step that reads a number."""
+
+    factor = 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.log("loss", self.factor * F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_what_a_hook_changes_counts_in_the_next_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where recordings have been compared with steps, and are replayed."""
+    monkeypatch.setattr(evaluation, "samples_at_once", lambda _: 6)  # two clients at once
+    plain, data = cnn(), image_clients((3,) * 6)
+    module = Scaled(plain.backbone, plain.head).double().eval()
+    losses = [F.cross_entropy(module(x), y) for x, y in map(data.gather, data.indices)]
+    runner = VectorizedEngine(module, ParameterSplit(module), EngineSettings())
+    models = expand(ParameterSplit(module).model(), 6)
+    work = EvaluationWork(models, torch.arange(6), data, "validation_step")
+
+    def hook(clients: list[int], *_: Any) -> None:
+        module.factor += change
+
+    for change in (0.0, 0.0, 0.0, 0.0, 1.0):
+        module.factor = 1.0
+        found = runner.evaluate(work, hook).values["loss"]
+        factors = 1.0 + change * torch.tensor([0, 0, 1, 1, 2, 2])
+        torch.testing.assert_close(found, (torch.stack(losses) * factors).detach())
+
+
 @pytest.mark.parametrize("pad", [True, False])
 def test_programs_are_counted_as_they_run(pad: bool) -> None:
     counts = (7, 25, 20, 0, 25, 15)
