@@ -290,7 +290,7 @@ def test_what_a_hook_changes_counts_in_the_next_program(monkeypatch: pytest.Monk
     models = expand(ParameterSplit(module).model(), 6)
     work = EvaluationWork(models, torch.arange(6), data, "validation_step")
 
-    def hook(clients: list[int], *_: Any) -> None:
+    def hook(*_: Any, **__: Any) -> Any:
         module.factor += change
 
     for change in (0.0, 0.0, 0.0, 0.0, 1.0):
