@@ -94,10 +94,10 @@ class LargeProducts(OperatorMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_large(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN multiplies two matrices faster than torch."""
+def is_large(a: Tensor, b: Tensor, least: int = LARGE) -> bool:
+    """Whether two matrices have enough multiplications for oneDNN, and it takes their numbers."""
     plain = a.dtype == b.dtype == torch.float32 and a.device.type == "cpu"
-    return plain and a.numel() * b.shape[-1] >= LARGE
+    return plain and a.numel() * b.shape[-1] >= least
 
 
 def _is_shared(a: Tensor, b: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pfl.engine.operators import has_onednn, onednn_product
+from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.vectorized import kernels
 from lightning_pfl.engine.vectorized.kernels import FastKernels
 
@@ -21,7 +24,9 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def check(function: Callable[..., Tensor], tensors: list[Tensor], dims: Dims) -> None:
+def check(
+    function: Callable[..., Tensor], tensors: list[Tensor], dims: Dims, tolerance: float = 1e-12
+) -> None:
     """A weighted sum of the outputs and its gradients, under ``vmap`` and client by client."""
 
     def fast(*args: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def check(function: Callable[..., Tensor], tensors: list[Tensor], dims: Dims) ->
         grads = torch.autograd.grad((out * shares).sum(), leaves)
         results.append((out.detach(), *grads))
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -111,6 +116,100 @@ def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
 
     (grad,) = torch.autograd.grad(torch.vmap(layer)(x, w).sum(), w)
     assert grad.stride() == w.stride()
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that oneDNN will multiply."""
+    seen: list[tuple[int, ...]] = []
+
+    def watched(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((*a.shape, b.shape[1]))
+        return onednn_product(a, b, bias)
+
+    monkeypatch.setattr(kernels, "onednn_product", watched)
+    return seen
+
+
+OF_LAYER = {"outputs": (5, 4, 6), "for inputs": (5, 6, 4), "for weights": (6, 5, 4)}
+"""Rows, inner and columns of a layer's products, of 120 multiplications."""
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("least", "threads", "large"),
+    [
+        (60, 1, ["outputs", "for inputs", "for weights"]),
+        # The gradient of the weights needs a copy, and twice as many multiplications.
+        (61, 1, ["outputs", "for inputs"]),
+        (120, 1, ["outputs", "for inputs"]),
+        (121, 1, []),
+        (60, 2, ["outputs", "for inputs"]),
+        (61, 2, []),
+    ],
+)
+def test_large_products_of_linear_layers(
+    least: int, threads: int, large: list[str], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "LARGE_OF_MANY", least)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    seen = products(monkeypatch)
+    tensors = [draw(CLIENTS, 5, 4).float(), draw(CLIENTS, 6, 4).float(), draw(CLIENTS, 6).float()]
+    check(F.linear, tensors[: 3 if bias else 2], (0, 0, 0)[: 3 if bias else 2], 1e-5)
+    assert seen == [OF_LAYER[which] for which in large for _ in range(CLIENTS)]
+
+
+@pytest.mark.usefixtures("wide")
+def test_products_in_double_precision_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LARGE_OF_MANY", 1)
+    seen = products(monkeypatch)
+    check(F.linear, [draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4)], (0, 0))
+    assert not seen
+
+
+WIDTH, WORDS, HEADS = 8, 5, 2
+
+
+def attend(weights: bool, words: Tensor, into: Tensor, bias: Tensor, out: Tensor) -> Tensor:
+    """Run a layer of attention on ``(words, samples, width)``; with weights by other functions."""
+    given = WIDTH, HEADS, into, bias, None, None, False, 0.0, out, None
+    found, _ = F.multi_head_attention_forward(words, words, words, *given, need_weights=weights)
+    return found
+
+
+def attention(dims: Dims) -> list[Tensor]:
+    shapes = (WORDS, 2, WIDTH), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH)
+    pairs = zip(shapes, dims, strict=True)
+    return [draw(*(() if dim is None else (CLIENTS,)), *shape) for shape, dim in pairs]
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("dims", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, 0)])
+def test_layers_inside_of_attention(
+    dims: Dims, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one for queries, keys and values, and the one for outputs."""
+    calls: list[Tensor] = []
+    linear = kernels._KERNELS[F.linear]
+
+    def counted(*given: Tensor) -> Any:
+        calls.append(given[1])
+        return linear(*given)
+
+    monkeypatch.setitem(kernels._KERNELS, F.linear, counted)
+    with batchable_kernels("forward"):
+        check(partial(attend, weights), attention(dims), dims)
+    assert [len(layer) for layer in calls] == [3 * WIDTH, WIDTH]
+
+
+def test_functions_inside_of_attention_that_a_user_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, dims = F.softmax, (0, 0, 0, 0)
+    monkeypatch.setattr(F, "softmax", lambda x, dim: own(3 * x, dim=dim))
+    check(partial(attend, True), attention(dims), dims)
 
 
 def test_one_picture_without_an_axis_for_samples() -> None:
