@@ -234,25 +234,48 @@ class BatchedLinear(torch.autograd.Function):
         )
 
 
-LARGE_OF_MANY = 2_000_000
-"""Multiplications for each thread from which oneDNN multiplies the matrices of one client after
-another faster than torch's BLAS multiplies those of all, with the copy that puts them together.
+LARGE_OF_MANY, LARGE_IN_THREADS = 2_000_000, 4_000_000
+"""Multiplications from which oneDNN multiplies the matrices of one client after another faster than
+torch's BLAS multiplies those of all, with the copy that puts them together: with one thread, and
+for each of several, as BLAS gives a thread whole matrices and oneDNN parts of one.
 
 Measured with MKL on an AMD processor, which it doesn't use all of: 763 to 493 microseconds for ten
-times 320 x 64 and 64 x 192 with one thread, 383 to 348 with two. BLAS gives each thread whole
-matrices, and oneDNN parts of one. A matrix whose rows aren't one after another is copied, and needs
-twice as many.
+times 320 x 64 and 64 x 192 with one thread, 383 to 348 with two. A matrix whose rows aren't one
+after another is copied, and needs twice as many.
 """
 
 
 def _products(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply each client's ``(rows, inner)`` by its ``(inner, columns)``, and add its bias."""
-    least = LARGE_OF_MANY * torch.get_num_threads() * (1 if a.stride(-1) == 1 else 2)
-    if has_onednn() and is_large(a[0], b, least):
+    threads = torch.get_num_threads()
+    least = LARGE_OF_MANY if threads == 1 else LARGE_IN_THREADS * threads
+    if has_onednn() and is_large(a[0], b, least if a.stride(-1) == 1 else 2 * least):
         biases = (None,) * len(a) if bias is None else bias.unbind()
         each = zip(a.unbind(), b.unbind(), biases, strict=True)
         return torch.stack([onednn_product(*one) for one in each])
     return a.bmm(b) if bias is None else torch.baddbmm(bias.unsqueeze(1), a, b)
+
+
+# --- attention ---
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attend to all, where torch looks for words that attend to none, as a mask may say."""
+    masked = attn_mask is not None or is_causal
+    exact = query.dtype in (torch.float32, torch.float64)
+    if masked or dropout_p or enable_gqa or not exact or query.device.type != "cpu":
+        return NotImplemented
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
+    return scores.softmax(-1) @ value
 
 
 # --- pooling ---
@@ -360,4 +383,5 @@ _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.max_pool2d: _max_pool2d,
     F.one_hot: one_hot,
+    F.scaled_dot_product_attention: _attention,
 }

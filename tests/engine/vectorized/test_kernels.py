@@ -145,14 +145,15 @@ OF_LAYER = {"outputs": (5, 4, 6), "for inputs": (5, 6, 4), "for weights": (6, 5,
         (61, 1, ["outputs", "for inputs"]),
         (120, 1, ["outputs", "for inputs"]),
         (121, 1, []),
-        (60, 2, ["outputs", "for inputs"]),
-        (61, 2, []),
+        (40, 3, ["outputs", "for inputs"]),
+        (41, 3, []),
     ],
 )
 def test_large_products_of_linear_layers(
     least: int, threads: int, large: list[str], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "LARGE_OF_MANY", least)
+    which = "LARGE_OF_MANY" if threads == 1 else "LARGE_IN_THREADS"
+    monkeypatch.setattr(kernels, which, least)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seen = products(monkeypatch)
     tensors = [draw(CLIENTS, 5, 4).float(), draw(CLIENTS, 6, 4).float(), draw(CLIENTS, 6).float()]
@@ -163,6 +164,7 @@ def test_large_products_of_linear_layers(
 @pytest.mark.usefixtures("wide")
 def test_products_in_double_precision_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LARGE_OF_MANY", 1)
+    monkeypatch.setattr(kernels, "LARGE_IN_THREADS", 1)
     seen = products(monkeypatch)
     check(F.linear, [draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4)], (0, 0))
     assert not seen
