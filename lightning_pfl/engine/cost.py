@@ -26,11 +26,15 @@ alone are, as the clients' minibatches have several sizes, and where nothing is.
 CONVOLUTION, CONVOLUTION_OF_PROGRAM = 22.0, 32.0
 """Cost of a convolution in a gradient of one client, whose channels are few for its operators, and
 in a program of many."""
-ALONE, TOGETHER = 1.0, 1.6
-"""Cost of a million operations of matrix products in a gradient of one client, and of many."""
+ALONE, TOGETHER, RECURRENT_TOGETHER = 1.0, 1.16, 1.6
+"""Cost of a million operations of matrix products in a gradient of one client, and of many; in
+recurrent layers more, as theirs are of one word each."""
+WEIGHTS_TOGETHER = 15.0
+"""Cost of a million weights in a gradient of many, whose models share the caches."""
 TOGETHER_IN_THREADS = 1.1
-"""The same of many with several threads, for which one client's operators are too small: with two
-threads products of ten clients take half of the time, a client's step four fifths."""
+"""Cost of a million operations of many with several threads, for which one client's operators are
+too small: with two threads products of ten clients take half of the time, a client's step four
+fifths."""
 CONVOLVED, CONVOLVED_TOGETHER = 0.56, 0.65
 """The same in networks with convolutions, with any number of threads."""
 FORWARD = 1 / 3
@@ -63,11 +67,15 @@ class Gradient:
         operations: Floating-point operations.
         calls: Operators that are called, without views.
         convolutions: Convolutions, forward.
+        recurrent: Those of the operations that are in recurrent layers.
+        weights: Parameters of the network.
     """
 
     operations: float
     calls: float
     convolutions: float = 0.0
+    recurrent: float = 0.0
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,13 @@ def batching_pays(
         [False, True]
     """
     shares = list(shares)
-    convolved = gradient.convolutions > 0
-    rates = ALONE, TOGETHER if threads == 1 else TOGETHER_IN_THREADS
-    rate, rate_together = (CONVOLVED, CONVOLVED_TOGETHER) if convolved else rates
+    rate, rate_together = ALONE, TOGETHER_IN_THREADS
+    if gradient.convolutions > 0:
+        rate, rate_together = CONVOLVED, CONVOLVED_TOGETHER
+    elif threads == 1 and gradient.operations > 0:
+        recurrent = gradient.recurrent / gradient.operations
+        rate_together = TOGETHER + recurrent * (RECURRENT_TOGETHER - TOGETHER)
+        rate_together += WEIGHTS_TOGETHER * gradient.weights / gradient.operations
     call = CALL if replayed else CALL_WATCHED
     # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
     parts = [FORWARD if share.cached else 1.0 for share in shares]

@@ -96,6 +96,11 @@ class OperationCounter(OperatorMode):
         return self.counts.total()
 
     @property
+    def recurrent(self) -> int:
+        """Those in recurrent layers."""
+        return self.counts[RECURRENT] + self.counts[RECURRENT_BACKWARD]
+
+    @property
     def shared(self) -> float:
         """The fraction of the operations that isn't in products of each client's own weights."""
         own = sum(self.counts[packet] for packet in PER_CLIENT_PRODUCTS)
@@ -294,8 +299,9 @@ class Probe:
         with batchable_kernels("forward"), counter:
             alone.train(piece.rows(slice(0, 1)))
         gradients = max(alone.gradients, 1)
-        counts = counter.operations, calls.number, counter.convolutions
-        gradient = Gradient(*(count / gradients for count in counts))
+        counts = counter.operations, calls.number, counter.convolutions, counter.recurrent
+        weights = sum(parameter.numel() for parameter in self.module.parameters())
+        gradient = Gradient(*(count / gradients for count in counts), weights=weights)
         shares = self._shares(work, self.at_once("forward"), alone.keeps_features)
         threads = torch.get_num_threads()
         pays = batching_pays(gradient, shares, alone.replays(work), threads)

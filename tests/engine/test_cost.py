@@ -24,9 +24,11 @@ from lightning_pfl.engine.cost import (
     CALL_WATCHED,
     CALLS_ON_FEATURES,
     PROGRAM,
+    RECURRENT_TOGETHER,
     SHARED,
     TOGETHER,
     TOGETHER_IN_THREADS,
+    WEIGHTS_TOGETHER,
     Gradient,
     Load,
     Share,
@@ -99,6 +101,24 @@ def test_more_operators_speak_for_many_clients() -> None:
     for calls in (CALLS, CALLS + 30):
         gradient = Gradient(1e6 * between, calls)
         assert batching_pays(gradient, [Share(3, MANY)], True) is (calls > CALLS)
+
+
+def test_weights_of_many_models_speak_for_one_client_after_another() -> None:
+    """They cost as much as what is left of the calls that are saved; nothing in threads."""
+    half = saved() / (TOGETHER - ALONE) / 2
+    even = saved() / 2 / WEIGHTS_TOGETHER
+    for part in (0.99, 1.01):
+        gradient = Gradient(1e6 * half, CALLS, weights=1e6 * even * part)
+        assert batching_pays(gradient, [Share(3, MANY)], True) is (part < 1)
+        assert batching_pays(gradient, [Share(3, MANY)], True, threads=2)
+
+
+def test_recurrent_layers_have_a_cost_of_their_own() -> None:
+    """Of a third of the operations."""
+    even = saved() / ((2 * TOGETHER + RECURRENT_TOGETHER) / 3 - ALONE)
+    for part in (0.99, 1.01):
+        gradient = Gradient(1e6 * even * part, CALLS, recurrent=1e6 * even * part / 3)
+        assert batching_pays(gradient, [Share(3, MANY)], True) is (part < 1)
 
 
 class Own(PersonalizedModule):
@@ -183,6 +203,41 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     data = image_clients((8, 8), batch_size=4)
     fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
+
+
+class Rows(nn.Module):
+    """Rows of a picture through an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x.squeeze(1))[0][:, -1]
+        return out
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
+def test_operations_of_recurrent_layers_and_weights_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of five rows of 4 samples, four gates of 4 units see 5 numbers and 4 states; backward twice
+    as many operations. The head is 4 x classes with biases."""
+    seen: list[Gradient] = []
+
+    def watch(gradient: Gradient, *_: Any) -> bool:
+        seen.append(gradient)
+        return False
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    torch.manual_seed(0)
+    data = image_clients((8, 8), batch_size=4, dtype=torch.float32)
+    fit(FedAvg(), data, PersonalizedModule(Rows(), nn.Linear(4, CLASSES)), 1, "auto")
+    (gradient,) = seen
+    recurrent = 3 * 2 * 5 * 4 * 16 * (5 + 4)
+    assert gradient.recurrent == recurrent
+    assert gradient.operations == recurrent + 3 * 2 * 4 * 4 * CLASSES
+    assert gradient.weights == 16 * (5 + 4) + 2 * 16 + 5 * CLASSES
 
 
 def calls_of(extra: nn.Module, monkeypatch: pytest.MonkeyPatch) -> float:
