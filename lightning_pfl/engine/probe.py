@@ -298,10 +298,14 @@ class Probe:
         # Attention as products, which are counted.
         with batchable_kernels("forward"), counter:
             alone.train(piece.rows(slice(0, 1)))
-        gradients = max(alone.gradients, 1)
-        counts = counter.operations, calls.number, counter.convolutions, counter.recurrent
-        weights = sum(parameter.numel() for parameter in self.module.parameters())
-        gradient = Gradient(*(count / gradients for count in counts), weights=weights)
+        number = max(alone.gradients, 1)
+        gradient = Gradient(
+            counter.operations / number,
+            calls.number / number,
+            counter.convolutions / number,
+            counter.recurrent / number,
+            sum(parameter.numel() for parameter in self.module.parameters()),
+        )
         shares = self._shares(work, self.at_once("forward"), alone.keeps_features)
         threads = torch.get_num_threads()
         pays = batching_pays(gradient, shares, alone.replays(work), threads)
