@@ -138,7 +138,7 @@ def batching_pays(
     Example:
         >>> [batching_pays(Gradient(1e6, 60), [Share(6, served)], True) for served in (2, 10)]
         [False, True]
-        >>> [batching_pays(Gradient(40e6, 60), [Share(6, 10)], True, some) for some in (1, 2)]
+        >>> [batching_pays(Gradient(80e6, 60), [Share(6, 10)], True, some) for some in (1, 2)]
         [False, True]
     """
     shares = list(shares)
