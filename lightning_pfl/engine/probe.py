@@ -160,10 +160,12 @@ class Problem:
         reason: In words.
         rounding: Whether its results may be others by rounding alone; values of an evaluation
             always.
+        raised: Whether it has none, but an error.
     """
 
     reason: str
     rounding: bool = False
+    raised: bool = False
 
 
 class Estimate(NamedTuple):
@@ -238,7 +240,7 @@ class Probe:
                 found = results(engine, piece)
         # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
-            return Problem(reason_of(error))
+            return Problem(reason_of(error), raised=True)
         before: Tree = (
             {"uploads": piece.received, "own": piece.client_state}
             if isinstance(piece, LocalWork)

@@ -322,7 +322,7 @@ class SelectedEngine:
                 return None
         with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
             expected = results(self._sequential, piece)
-        reasons = []
+        reasons, differs = [], False
         if getattr(self._sequential, "draws_elsewhere", False):
             reasons.append(DRAWS_ELSEWHERE)
         alike = step != work.step  # there is nothing to map over
@@ -349,8 +349,15 @@ class SelectedEngine:
                     self._settle_at_once(work, engine, size, again)
                 return None
             reasons.append(f"{self._how(work, transform)}: {problem.reason}")
+            differs |= not doubted and not problem.raised
         if not before:
             self.found[self._place(step)] = self._one_by_one
+        elif not differs and step not in self._engines and self.name != "vectorized":
+            # That run fell back in this call alone, as steps may draw in some rounds.
+            self._settle_at_once(
+                work, self._probe.at_once(transforms[0]), size, f", as in {finder}"
+            )
+            return None
         return "; ".join(dict.fromkeys(reasons))
 
     def _settle_alone(self, work: LocalWork | EvaluationWork, estimate: Estimate) -> None:

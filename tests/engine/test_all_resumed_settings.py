@@ -302,6 +302,15 @@ def test_features_of_a_backbone_that_begins_to_draw_are_not_kept(
     )
 
 
+@pytest.mark.parametrize("name", ["noise that begins", "noise of the world"])
+def test_an_evaluation_that_draws_in_some_rounds_falls_back_in_these_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a resumed run begins with such a round."""
+    problem: dict[str, Any] = {"method": FedAvg, "kind": Own, "dtype": torch.float32}
+    require_resumed(name, True, tmp_path, monkeypatch, **problem)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "together"), [(PersonalizedModule, True), (PersonalizedModule, False), (Own, True)]
