@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
@@ -50,6 +50,19 @@ def image_clients(
     return FederatedTensorDataset(
         (x, y), positions, batch_size=batch_size, **{"shuffle": True, **settings}
     )
+
+
+class Recurrent(nn.Module):
+    """Rows of a picture through an LSTM of four units, which only a gradient can batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the state after the last row."""
+        out: Tensor = self.lstm(x.squeeze(1))[0][:, -1]
+        return out
 
 
 def cnn(

@@ -19,7 +19,7 @@ from lightning_pfl.engine.steps import joined
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_equal, local_round
-from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
+from tests.engine.nets import CLASSES, SIZES, Recurrent, cnn, image_clients
 
 ENGINES = ("vectorized", "sequential")
 
@@ -55,21 +55,9 @@ class Measures(Method):
         return {"model": state["model"], **measured}, {}
 
 
-class Sequence(nn.Module):
-    """Rows of a picture through an LSTM, which only a gradient can batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x.squeeze(1))[0][:, -1]
-        return out
-
-
 def recurrent() -> PersonalizedModule:
     torch.manual_seed(1)
-    return PersonalizedModule(Sequence(), nn.Linear(4, CLASSES)).double()
+    return PersonalizedModule(Recurrent(), nn.Linear(4, CLASSES)).double()
 
 
 MODULES: dict[str, tuple[Callable[[], PersonalizedModule], dict[str, Any]]] = {

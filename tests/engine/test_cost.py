@@ -46,7 +46,7 @@ from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
-from tests.engine.nets import CLASSES, Ran, image_clients
+from tests.engine.nets import CLASSES, Ran, Recurrent, image_clients
 from tests.trainer.setting import trainer
 
 
@@ -205,18 +205,6 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
 
 
-class Rows(nn.Module):
-    """Rows of a picture through an LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x.squeeze(1))[0][:, -1]
-        return out
-
-
 @pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
 def test_operations_of_recurrent_layers_and_weights_are_counted(
     monkeypatch: pytest.MonkeyPatch,
@@ -232,7 +220,7 @@ def test_operations_of_recurrent_layers_and_weights_are_counted(
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     torch.manual_seed(0)
     data = image_clients((8, 8), batch_size=4, dtype=torch.float32)
-    fit(FedAvg(), data, PersonalizedModule(Rows(), nn.Linear(4, CLASSES)), 1, "auto")
+    fit(FedAvg(), data, PersonalizedModule(Recurrent(), nn.Linear(4, CLASSES)), 1, "auto")
     (gradient,) = seen
     recurrent = 3 * 2 * 5 * 4 * 16 * (5 + 4)
     assert gradient.recurrent == recurrent

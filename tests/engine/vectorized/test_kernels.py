@@ -206,6 +206,21 @@ def test_layers_inside_of_attention(
     assert [len(layer) for layer in calls] == [3 * WIDTH, WIDTH]
 
 
+MASK = torch.tensor([[True, False, True], [True, True, False], [False, False, True]])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scale": 0.3}, {"is_causal": True}, {"attn_mask": MASK}], ids=str
+)
+def test_attention_with_its_settings(settings: dict[str, Any]) -> None:
+    def attend_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, **settings)
+        return out
+
+    with batchable_kernels("forward"):
+        check(attend_to, [draw(CLIENTS, 2, HEADS, 3, 4) for _ in range(3)], (0, 0, 0))
+
+
 def test_functions_inside_of_attention_that_a_user_replaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,7 +22,7 @@ from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.engine.vectorized import one_model
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.models.base import PersonalizedModule
-from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
+from tests.engine.nets import CLASSES, SIZES, Recurrent, cnn, image_clients
 
 KEY = "validation_step with one model"
 
@@ -274,15 +274,6 @@ class Coupled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x.squeeze(1))[0][:, -1]  # type: ignore[no-any-return]
 
 
 def with_layer(make: Callable[[], nn.Module]) -> PersonalizedModule:
