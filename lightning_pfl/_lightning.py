@@ -19,8 +19,11 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as conn
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
 from lightning.pytorch.callbacks import (
     Callback,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
     ModelCheckpoint,
     RichProgressBar,
+    Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.core.optimizer import (
@@ -181,6 +184,10 @@ def call_batch_hook(trainer: L.Trainer, module: L.LightningModule, name: str, *a
     return _call_lightning_module_hook(trainer, name, *args, pl_module=module)
 
 
+ONCE_A_ROUND = (Timer, LearningRateMonitor, DeviceStatsMonitor)
+"""Callbacks that say or log something for a step of the Trainer, which is a round."""
+
+
 class ClientHooks:
     """Fires a per-batch hook on objects that override it.
 
@@ -209,13 +216,20 @@ class ClientHooks:
         """Whether any may change what the module's steps read, unlike bars and checkpoints."""
         return self.on_module or not all(_only_reads(one, self.name) for one in self.callbacks)
 
-    def __call__(self, *args: Any) -> Any:
-        """Fire the hook, and return the result of the module's."""
+    def __call__(self, *args: Any, last: bool) -> Any:
+        """Fire the hook, and return the result of the module's.
+
+        Args:
+            *args: The hook's arguments after ``trainer`` and ``module``.
+            last: Whether this is the last client, at whom callbacks of :data:`ONCE_A_ROUND` act.
+        """
         if not self:
             return None
         module: Any = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.name
         for callback in self.callbacks:
+            if not last and type(callback) in ONCE_A_ROUND:
+                continue
             with connected(self.trainer).profiler.profile(
                 f"[Callback]{callback.state_key}.{self.name}"
             ):

@@ -100,11 +100,11 @@ class FederatedPredictionLoop(PredictionLoop):
         end = ClientHooks(self.trainer, "on_predict_batch_end")
         pairs = zip(self.rows.tolist(), self.clients.tolist(), found.predictions, strict=True)
         for number, (row, of, outputs) in enumerate(pairs):
-            client = ClientBatch(of)
+            client, last = ClientBatch(of), number == len(self.rows) - 1
             self.batch_progress.increment_ready()
-            start(client, number)
+            start(client, number, last=last)
             self.batch_progress.increment_started()
             self._predictions[row] = outputs
             self.batch_progress.increment_processed()
-            end(outputs, client, number)
+            end(outputs, client, number, last=last)
             self.batch_progress.increment_completed()

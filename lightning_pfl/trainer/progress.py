@@ -157,11 +157,11 @@ class ClientProgress:
         open_step(self.trainer, self.results, int(client))
         self.counters.increment_ready()
         self.counters.is_last_batch = not self.waiting
-        self.start(client, self.counters.current.ready - 1)
+        self.start(client, self.counters.current.ready - 1, last=not self.waiting)
         self.counters.increment_started()
 
     def _end(self, client: ClientBatch, outputs: ClientOutputs | None) -> None:
         self.counters.increment_processed()
-        self.end(outputs, client, self.counters.current.ready - 1)
+        self.end(outputs, client, self.counters.current.ready - 1, last=not self.waiting)
         self.counters.increment_completed()
         close_step(self.trainer, self.results, logs=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from datetime import timedelta
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
     ModelCheckpoint,
     RichProgressBar,
+    Timer,
     TQDMProgressBar,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -46,6 +50,41 @@ def test_outputs_have_the_mean_loss_of_the_client(engine: str) -> None:
     losses = {batch: float(outputs["loss"]) for outputs, batch, _ in callback.found}
     assert losses == pytest.approx({0: 0.5, 1: 2.0, 2: 5.0, 3: 16.0})
     assert [number for *_, number in callback.found] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_a_timer_says_once_that_the_time_is_over(engine: str, caplog: Any) -> None:
+    timer = Timer(timedelta(microseconds=1))  # over before the first client ends
+    run = trainer(engine=engine, max_epochs=9, callbacks=[timer])
+    with caplog.at_level(logging.INFO):
+        run.fit(Quadratic(), points(), points())
+    assert run.current_epoch == 1
+    assert caplog.text.count("Time limit reached") == 1
+
+
+class Stepping(Quadratic):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Rates(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.steps += [step] if "lr-SGD" in metrics else []
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_a_learning_rate_is_logged_once_a_round(engine: str) -> None:
+    logger = Rates()
+    monitor = LearningRateMonitor("step")
+    run = trainer(engine=engine, callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    run.fit(Stepping(), points(), points())
+    assert logger.steps == [0, 1]
 
 
 @pytest.mark.parametrize(
