@@ -118,7 +118,7 @@ class Presence:
                 f"{', '.join(map(str, silent))} has given no sign of life for "
                 f"{self.silence:.0f} seconds. It is stopped (SIGSTOP, a debugger, a suspended "
                 "machine) or can't be reached. End its process (kill -9), and go on from the last "
-                "checkpoint with ckpt_path='last'."
+                "checkpoint with `ckpt_path`."
             )
             raise StoppedProcessError(self._stopped)
 

@@ -129,7 +129,8 @@ class ClientTable:
         if round == 0 and self._round < 0 and last > 0:
             rank_zero_warn(
                 f"The rounds 0 to {last} of another run in {str(self.path)!r} are overwritten. "
-                "Pass ckpt_path='last' to go on with that run, or give this one its own folder."
+                "Give this run its own folder. To go on with the other, pass the path of one of "
+                "its checkpoints as `ckpt_path`, or 'last' if there is a last.ckpt among them."
             )
         self._size = self.path.stat().st_size
 

@@ -46,7 +46,7 @@ def test_a_silent_process_is_named_and_later_calls_do_not_begin(store: TCPStore)
     first, second, call = process(store, 0, 3), process(store, 2, 3), Waiting()
     begin = monotonic()
     try:
-        match = r"but rank 1 has given no sign of life for 0 seconds. .* ckpt_path='last'"
+        match = r"but rank 1 has given no sign of life for 0 seconds. .* with `ckpt_path`"
         with pytest.raises(StoppedProcessError, match=match):
             first.call(call.begin)
         assert monotonic() - begin < 20 * SILENCE.total_seconds()

@@ -65,7 +65,11 @@ def test_a_run_from_the_start_says_that_it_overwrites_another(tmp_path: Path) ->
     for round in range(3):
         old.append(round, ["a"], [3], {"acc": [0.5]})
     new = ClientTable(old.path)
-    with pytest.warns(UserWarning, match=r"rounds 0 to 2 of another run .* are overwritten"):
+    match = (
+        r"rounds 0 to 2 of another run in .* are overwritten\. Give this run its own folder\. "
+        r"To go on .* 'last' if there is a last\.ckpt"
+    )
+    with pytest.warns(UserWarning, match=match):
         new.append(0, ["a"], [3], {"acc": [0.25]})
     new.append(1, ["a"], [3], {"acc": [1.0]})
     assert rows(old.path) == [("0", "a", "3", "0.25"), ("1", "a", "3", "1.0")]
