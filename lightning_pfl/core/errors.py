@@ -33,16 +33,26 @@ class ClientError(RuntimeError):
     Args:
         stage: Name of the function that failed, such as ``"client_step"`` or
             ``"validation_step"``.
-        client: Name of the client, or the first names of several that run as one program.
+        clients: Name of the client, or the names of several that run as one program.
         round: Communication round, from 0; in an evaluation the last finished one, None before
             the first.
         cause: A sentence about the cause.
+        new: Whether they are clients that never took part.
     """
 
-    def __init__(self, stage: str, client: str, round: int | None, cause: str) -> None:
+    def __init__(
+        self,
+        stage: str,
+        clients: Sequence[str],
+        round: int | None,
+        cause: str,
+        new: bool = False,
+    ) -> None:
+        who = ("new " if new else "") + ("client" if len(clients) == 1 else "clients")
+        names = format_names([*map(repr, clients)], range(len(clients)))
         when = "" if round is None else f" in round {round}"
-        super().__init__(f"{stage} failed for client {client!r}{when}: {cause}")
-        self.stage, self.client, self.round = stage, client, round
+        super().__init__(f"{stage} failed for {who} {names}{when}: {cause}")
+        self.stage, self.clients, self.round, self.cause = stage, tuple(clients), round, cause
 
 
 def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
@@ -132,7 +142,27 @@ def naming_clients(
         advice = " ".join(filter(None, (_remedy(text), advice)))
         text = f"{text.rstrip('. ')}. {advice}" if advice else text
         at_work = clients.tolist() if isinstance(clients, Tensor) else clients
-        raise ClientError(stage, format_names(names, at_work), round, text) from cause
+        raise ClientError(stage, [names[client] for client in at_work], round, text) from cause
+
+
+@contextmanager
+def naming_new_clients() -> Iterator[None]:
+    """Say in errors of clients' work that these clients never took part.
+
+    Raises:
+        ClientError: For one that doesn't say so.
+
+    Example:
+        >>> with naming_new_clients(), naming_clients("test_step", ["a"], [0], 3):
+        ...     raise ValueError("Bad.")
+        Traceback (most recent call last):
+        lightning_pfl.core.errors.ClientError: test_step failed for new client 'a' in round 3: Bad.
+    """
+    try:
+        yield
+    except ClientError as error:
+        new = ClientError(error.stage, error.clients, error.round, error.cause, new=True)
+        raise new from error.__cause__
 
 
 class CheckpointMismatchError(ValueError):

@@ -196,7 +196,7 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
             except StopIteration:
                 raise ClientError(
                     "reading a batch",
-                    client,
+                    [client],
                     None,
                     f"Expected the DataLoader to give {len(loader)} batches, as its length says, "
                     f"but got {within}. Correct the `__len__` of its dataset or sampler.",
@@ -208,7 +208,7 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
                 last = (str(cause).strip().splitlines() or [""])[-1]
                 kind = type(cause).__name__
                 text = last if last.startswith(kind) else f"{kind}: {last}"
-                raise ClientError("reading a batch", client, None, text) from cause
+                raise ClientError("reading a batch", [client], None, text) from cause
         yield batch
 
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.errors import ClientError, format_names
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import RUNNING_STATISTICS, ParameterSplit
 from lightning_pfl.core.tree import Tree, rows, shapes
 from lightning_pfl.engine.base import StepOptions
@@ -162,10 +162,9 @@ def naming_architecture(
         if not architecture.name or type(cause) not in (RuntimeError, ClientError):
             raise
         known = cause if isinstance(cause, ClientError) else None
-        shown = format_names(names, rows.tolist())
         raise ClientError(
             known.stage if known else stage,
-            known.client if known else shown,
+            known.clients if known else [names[row] for row in rows.tolist()],
             round,
             f"{(known and known.__cause__) or cause}. They have the module {architecture.name!r} "
             "of ClientModules: check that `groups` gives each client a module that fits its data.",

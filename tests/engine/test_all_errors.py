@@ -80,7 +80,7 @@ class Classifier(L.LightningModule):
 
 def shown(engine: str) -> str:
     """The clients that an error of ``bob``'s data names: the chunk's, or the one."""
-    return "'ada, bob, cyd'" if engine == "vectorized" else "'bob'"
+    return "clients 'ada', 'bob', 'cyd'" if engine == "vectorized" else "client 'bob'"
 
 
 def advice(engine: str) -> str:
@@ -97,7 +97,7 @@ def advice(engine: str) -> str:
 def test_validation_in_a_fit(engine: str, sanity: int) -> None:
     """The sanity check is before any round, so it has no number to tell."""
     when = "" if sanity else " in round 0"
-    match = rf"^validation_step failed for client {shown(engine)}{when}: {WRONG}"
+    match = rf"^validation_step failed for {shown(engine)}{when}: {WRONG}"
     with pytest.raises(ClientError, match=match + advice(engine)) as caught:
         fit(
             FedAvg(),
@@ -123,7 +123,7 @@ def test_steps_outside_a_fit(engine: Any, step: str, rounds: int) -> None:
         if rounds:
             trainer.fit(module, clients())
         name = {"validate": "validation"}.get(step, step)
-        match = rf"^{name}_step failed for client {shown(engine)}{when}: {WRONG}"
+        match = rf"^{name}_step failed for {shown(engine)}{when}: {WRONG}"
         with pytest.raises(ClientError, match=match):
             getattr(trainer, step)(module, clients(wrong=True))
 
@@ -141,9 +141,22 @@ def test_new_clients(engine: str) -> None:
     names = ("eve", "fay", "gus")
     pair = (clients(names=names), clients(True, names))
     adaptation = NewClientAdaptation(pair, samples=(4,), epochs=1, scope="all", start="global")
-    who = "'eve, fay, gus'" if engine == "vectorized" else "'fay'"
+    who = "clients 'eve', 'fay', 'gus'" if engine == "vectorized" else "client 'fay'"
     with pytest.raises(
-        ClientError, match=rf"^test_step failed for client {who} in round 0: {WRONG}"
+        ClientError, match=rf"^test_step failed for new {who} in round 0: {WRONG}"
+    ) as caught:
+        fit(FedAvg(), clients(), Classifier(), 1, engine, callbacks=[adaptation])
+    assert isinstance(caught.value.__cause__, (IndexError, RuntimeError))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_training_of_new_clients(engine: str) -> None:
+    names = ("ada", "fay", "gus")  # of whom one is called as a client of the run
+    pair = (clients(True, names), clients(names=names))
+    adaptation = NewClientAdaptation(pair, samples=(4,), epochs=1, scope="all", start="global")
+    who = "clients 'ada', 'fay', 'gus'" if engine == "vectorized" else "client 'fay'"
+    with pytest.raises(
+        ClientError, match=rf"^client_step failed for new {who} in round 0: {WRONG}"
     ):
         fit(FedAvg(), clients(), Classifier(), 1, engine, callbacks=[adaptation])
 
@@ -357,7 +370,7 @@ class Skipping(Classifier):
 
 
 SKIPPED = (
-    r"client_step failed for client '.*' in round 0: Expected the loss of `training_step` to "
+    r"client_step failed for clients? '.*' in round 0: Expected the loss of `training_step` to "
     r"depend on a parameter that trains in phase 'head' \(head.weight, head.bias\), but got a loss "
     r"without gradient. Don't use `detach` or `torch.no_grad` in it, or train other"
 )

@@ -26,6 +26,7 @@ from lightning_pfl.callbacks.new_clients.samples import take_samples
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_used, is_integer
+from lightning_pfl.core.errors import naming_new_clients
 from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
@@ -163,6 +164,7 @@ class NewClientAdaptation(FederatedCallback):
 
     # --- the work ---------------------------------------------------------------------------------
 
+    @naming_new_clients()
     def _adapt(self, trainer: L.Trainer) -> tuple[Adapted, ...]:
         """Train and evaluate the new clients for every number of samples."""
         federation = require_federation(trainer, self)

@@ -319,7 +319,7 @@ def test_an_error_in_a_batched_step_names_its_clients_and_the_way_out() -> None:
             loss: Tensor = self.net(batch[0])[:, 7].sum()
             return loss
 
-    with pytest.raises(RuntimeError, match=r"client_step failed for client '0, 1'.*sequential"):
+    with pytest.raises(RuntimeError, match=r"client_step failed for clients '0', '1'.*sequential"):
         local_round(FedAvg(), Broken(), image_clients((4, 4)), "vectorized")
 
 

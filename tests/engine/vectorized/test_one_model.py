@@ -159,7 +159,7 @@ def test_an_error_names_the_clients_of_the_minibatch(monkeypatch: pytest.MonkeyP
     plain, data = cnn(), image_clients()
     module = Strict(plain.backbone, plain.head).double().eval()
     data.fields[0][data.indices[4][1]] = torch.nan
-    with pytest.raises(ClientError, match=r"validation_step failed for client '3, 4': NaN"):
+    with pytest.raises(ClientError, match=r"validation_step failed for clients '3', '4': NaN"):
         vectorized(module).evaluate(work_on(shared(module), data))
 
 
