@@ -236,7 +236,7 @@ class ClientProgram:
 
         def run() -> Tensor | None:
             if term is None:
-                loss = _read_loss(step())
+                loss = read_loss(step())
             else:
                 loss = self._objective(term, batch, step, mask, checked=backward is not None)
             if loss is None:
@@ -308,7 +308,7 @@ class ClientProgram:
                 self.log.values.update(self._logged(means))
                 loss: Tensor | None = means["loss"]
             else:
-                loss = _read_loss(step())
+                loss = read_loss(step())
                 losses = _losses_of(seen)
         if loss is None:
             return None
@@ -388,7 +388,7 @@ class ClientProgram:
                 found: Tensor = self.module.per_sample(batch)["loss"]
                 return found
             with watching(self.module) as seen:
-                loss = _read_loss(call_step(self.module.training_step, batch, 0)())
+                loss = read_loss(call_step(self.module.training_step, batch, 0)())
             return require_losses(_losses_of(seen), loss if checked else None)
 
         self.log.begin(batch)
@@ -485,12 +485,27 @@ def _means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     return {name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()}
 
 
-def _read_loss(out: Any) -> Tensor | None:
-    """Read the loss in the result of ``training_step``; None if it skips the minibatch."""
-    loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
-    if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
-        loss = loss.view(())
-    return loss
+def read_loss(out: Any) -> Tensor | None:
+    """Read the loss in the result of ``training_step``; None if it skips the minibatch.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    loss: Any = out.get("loss", out) if isinstance(out, Mapping) else out
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            got = f"a tensor of shape {tuple(loss.shape)}"
+        elif loss is out and isinstance(out, Mapping):
+            got = f"a {type(out).__name__} with {[*out]}"
+        raise TypeError(
+            "Expected `training_step` to return the loss, a tensor of one number, alone or in a "
+            f"dict under 'loss', or None to skip the minibatch, but got {got}. Return the mean of "
+            "the samples' losses, without `item()` or `float()`."
+        )
+    return loss.view(()) if loss.ndim else loss
 
 
 class _PrefixReachedError(Exception):

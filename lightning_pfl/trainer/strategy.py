@@ -26,6 +26,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.tree import Tree
+from lightning_pfl.engine.program import read_loss
 from lightning_pfl.engine.select import EngineName
 from lightning_pfl.federation.architectures import (
     Architecture,
@@ -362,6 +363,17 @@ class FederatedStrategy(ProcessesStrategy):
             group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau doesn't
         assert self.lightning_module is not None
         return ClientTraining(self.lightning_module.trainer, module, optimizers, schedulers)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a minibatch of Lightning's own loop, and require a loss of it.
+
+        A module that steps its optimizers itself needs none.
+        """
+        out = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            read_loss(out)
+        return out
 
     def on_exception(self, exception: BaseException) -> None:
         """Save a fit that was interrupted by SIGINT or SIGTERM, and say how to go on."""

@@ -161,6 +161,57 @@ def test_the_training_of_new_clients(engine: str) -> None:
         fit(FedAvg(), clients(), Classifier(), 1, engine, callbacks=[adaptation])
 
 
+# --- what a step returns ---
+
+
+class Returns(Classifier):
+    """Returns something made of its loss."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.make(self.loss(batch))
+
+
+class HookedReturns(Returns):
+    """One that Lightning's own loop trains."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+WRONG_RESULTS: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda loss: "loss", "a str"),
+    (lambda loss: 0.5, "a float"),
+    (lambda loss: (loss, 1), "a tuple"),
+    (lambda loss: {"nll": loss}, r"a dict with \['nll'\]"),
+    (lambda loss: {"loss": "loss"}, "a str"),
+    (lambda loss: loss.repeat(3), r"a tensor of shape \(3,\)"),
+]
+GOT = (
+    r"^client_step failed for client 'ada' in round 0: Expected `training_step` to return the "
+    r"loss, a tensor of one number, .* but got {}\. Return the mean of the samples' losses"
+)
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize(("make", "got"), WRONG_RESULTS, ids=[got for _, got in WRONG_RESULTS])
+def test_a_step_that_returns_no_loss(make: Callable[[Tensor], Any], got: str, engine: str) -> None:
+    with pytest.raises(ClientError, match=GOT.format(got)):
+        fit(FedAvg(), clients(), Returns(make), 1, engine)
+
+
+@pytest.mark.parametrize(("make", "got"), WRONG_RESULTS, ids=[got for _, got in WRONG_RESULTS])
+def test_a_step_that_returns_no_loss_in_lightnings_loop_and_where_it_is_measured(
+    make: Callable[[Tensor], Any], got: str
+) -> None:
+    for method, kind in ((FedAvg(), HookedReturns), (IFCA(2), Returns)):
+        with pytest.raises(ClientError, match=GOT.format(got)):
+            fit(method, clients(), kind(make), 1, "auto")
+
+
 # --- torchmetrics ---
 
 
