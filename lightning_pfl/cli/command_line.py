@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,9 +198,32 @@ class Completion(PFLCLI):
         sys.exit()
 
 
+class Reading(PFLCLI):
+    """Read command lines of runs in place of a run; a mistake in one ends the program as there.
+
+    Args:
+        args: What comes after ``lightning-pfl``, of each.
+    """
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Read all, and end as a run does that has nothing to do."""
+        for words in cast("Sequence[list[str]]", args):
+            parser.parse_args(with_data_class(words))
+        sys.exit()
+
+
+def read_runs(lines: Sequence[list[str]]) -> None:
+    """Read command lines of runs, and end the program at a mistake in one."""
+    try:
+        Reading(cast(Any, lines))
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
 OTHER: dict[str, tuple[Callable[[list[str]], object], Callable[[], ArgumentParser]]] = {
     "compare": (run_compare, compare_parser),
-    "sweep": (run_sweep, sweep_parser),
+    "sweep": (partial(run_sweep, read_runs=read_runs), sweep_parser),
     "partition": (run_partition, partition_parser),
     "adapt": (run_adapt, adapt_parser),
     "completion": (Completion, completion_parser),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from textwrap import shorten
@@ -47,11 +47,12 @@ def sweep_parser() -> ArgumentParser:
     return parser
 
 
-def run_sweep(words: Sequence[str]) -> None:
+def run_sweep(words: Sequence[str], read_runs: Callable[[Sequence[list[str]]], None]) -> None:
     """Run what is missing of a sweep, compare its runs, and print the best settings.
 
     Args:
         words: The command line after ``lightning-pfl sweep``.
+        read_runs: Reads the command lines of runs, and ends the program at a mistake in one.
     """
     parser = sweep_parser()
     given, rest = parser.parse_known_args(words)
@@ -67,6 +68,8 @@ def run_sweep(words: Sequence[str]) -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     missing = [trial for trial in trials if not trial.is_done]
+    # They differ by seeds, too.
+    read_runs([["fit", *trial.options] for trial in {t.name: t for t in missing}.values()])
     print(f"{len(trials)} runs in {folder}, {len(trials) - len(missing)} of them done")
     if given.dry_run:
         for trial in missing:

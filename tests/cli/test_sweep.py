@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +55,10 @@ def sweep(folder: Path, *words: str) -> None:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr("lightning_pfl.cli.trial.subprocess.run", made)
+    # Packages that a first reading of options imports may start programs, too.
+    monkeypatch.setattr(
+        "lightning_pfl.cli.trial.subprocess", SimpleNamespace(run=made, STDOUT=subprocess.STDOUT)
+    )
     return made
 
 
@@ -102,6 +107,28 @@ def test_failures_are_named_and_the_others_run(
     out = capsys.readouterr().out
     assert "Best on validation data" in out
     assert "1/2 head_epochs=1 seed 0: failed, see" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--method.head_epoch", "1,5"], r"Did you mean 'head_epochs'\?"),
+        (["--method.head_epochs", "1,many"], "many"),
+        (["--trainer.max_epoch", "3"], r"Did you mean 'trainer\.max_epochs'\?"),
+    ],
+)
+def test_a_misspelt_option_ends_the_sweep_before_its_first_run(
+    words: list[str],
+    error: str,
+    tmp_path: Path,
+    runs: Runs,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sweep(tmp_path, "--seeds", "0..2", *words)
+    assert ended.value.code == 2
+    assert re.search(error, capsys.readouterr().err)
+    assert not runs.commands
 
 
 @pytest.mark.parametrize(
