@@ -430,6 +430,9 @@ class SequentialLocalStep:
                 loss, list(leaves.values()), allow_unused=True
             )
         else:
+            # A step that calls `backward` by itself, for an adversarial input, leaves gradients.
+            for leaf in leaves.values():
+                leaf.grad = None
             loss.backward()
             found = [leaf.grad for leaf in leaves.values()]
         return {n: g[None] for n, g in zip(leaves, found, strict=True) if g is not None}

@@ -123,6 +123,16 @@ class MetricLearning(Regression):
         self.log("val_loss", apart.mean())
 
 
+class Adversarial(Regression):
+    """Moves inputs along a gradient of their own, which leaves gradients of the weights behind."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        inputs: Any = x.clone().requires_grad_()
+        F.mse_loss(self(inputs), y).backward()
+        return super().training_step((x + 0.1 * inputs.grad.sign(), y), batch_idx)
+
+
 class Skipping(Regression):
     """Leaves out the second minibatch."""
 
@@ -141,6 +151,7 @@ KINDS: dict[str, type[Regression]] = {
     "parametrizations": Parametrized,
     "adapters": Adapted,
     "metric learning": MetricLearning,
+    "adversarial": Adversarial,
 }
 
 
