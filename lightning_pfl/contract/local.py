@@ -162,7 +162,9 @@ class LocalStep(Protocol):
 
         Returns:
             ``(clients, ...)`` by the phase's trainable parameters. A parameter that the loss
-            doesn't reach has no entry.
+            doesn't reach has no entry. With ``accumulate_grad_batches`` it is the sum over the
+            step's minibatches divided by this number, as in Lightning: less than the mean in an
+            incomplete last step of an epoch, to which a method's own term is added in full.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:

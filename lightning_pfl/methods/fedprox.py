@@ -41,7 +41,8 @@ class FedProx(Method):
 
     Deviation from the paper: clients are sampled uniformly and weighted when averaging (as in its
     released code), not sampled with probability :math:`p_k`; the local problem is solved by the
-    given number of SGD epochs.
+    given number of SGD epochs. With ``accumulate_grad_batches`` an incomplete last step of an epoch
+    has too little of the loss: its gradient is divided as if the step were whole, the term isn't.
 
     Example:
         >>> FedProx(prox_weight=0.01).prox_weight

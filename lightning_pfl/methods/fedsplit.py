@@ -39,7 +39,9 @@ class FedSplit(Method):
         x \leftarrow x + \frac1n \sum_{k \in S_t} 2\, (u_k - x)
 
     At a fixed point :math:`u_k = x`, so :math:`\nabla F_k(x) = (x - z_k) / s`, whose mean is 0:
-    :math:`x` minimises the mean loss, however different the clients are.
+    :math:`x` minimises the mean loss, however different the clients are. Where clients leave a run
+    that goes on from a checkpoint, :math:`n` counts those that stay, and :math:`x` keeps the
+    difference that it then has from the mean of their points, so that it isn't their minimiser.
 
     Args:
         prox_step: :math:`s > 0`. Plain SGD needs ``lr * (L + 1 / prox_step) < 2``.

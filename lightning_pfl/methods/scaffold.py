@@ -41,7 +41,9 @@ class SCAFFOLD(Method):
         c \leftarrow c + \frac{1}{n} \sum_{k \in S_t} (c_k^+ - c_k)
 
     Dividing by the number :math:`n` of all clients with training data keeps :math:`c` the mean of
-    their :math:`c_k`.
+    their :math:`c_k`. Where clients leave a run that goes on from a checkpoint, :math:`n` counts
+    those that stay, and :math:`c` keeps the difference that it then has from the mean of their
+    :math:`c_k`, so that the run doesn't go to the optimum of theirs.
     Float buffers (BatchNorm statistics) are averaged, and have no control variates.
 
     Args:
