@@ -32,9 +32,12 @@ recurrent layers more, as theirs are of one word each."""
 WEIGHTS_TOGETHER = 15.0
 """Cost of a million weights in a gradient of many, whose models share the caches."""
 TOGETHER_IN_THREADS = 1.1
-"""Cost of a million operations of many with several threads, for which one client's operators are
-too small: with two threads products of ten clients take half of the time, a client's step four
-fifths."""
+"""Cost of a million operations of many with several threads, but in recurrent layers, for which one
+client's operators are too small: with two threads products of ten clients take half of the time, a
+client's step four fifths."""
+ALONE_BY_BLAS = 1.4
+"""Cost of a million operations of one client where torch's BLAS computes its products, too: without
+AVX-512 oneDNN is no faster."""
 CONVOLVED, CONVOLVED_TOGETHER = 0.56, 0.65
 """The same in networks with convolutions, with any number of threads."""
 FORWARD = 1 / 3
@@ -125,7 +128,11 @@ class Load:
 
 
 def batching_pays(
-    gradient: Gradient, shares: Iterable[Share], replayed: bool = False, threads: int = 1
+    gradient: Gradient,
+    shares: Iterable[Share],
+    replayed: bool = False,
+    threads: int = 1,
+    by_onednn: bool = True,
 ) -> bool:
     """Whether clients train faster together than one after another.
 
@@ -134,6 +141,7 @@ def batching_pays(
         shares: A client's gradients in a round, one share of each phase.
         replayed: Whether steps are replayed.
         threads: Threads within an operator.
+        by_onednn: Whether oneDNN computes one client's large products.
 
     Example:
         >>> [batching_pays(Gradient(1e6, 60), [Share(6, served)], True) for served in (2, 10)]
@@ -142,13 +150,15 @@ def batching_pays(
         [False, True]
     """
     shares = list(shares)
-    rate, rate_together = ALONE, TOGETHER_IN_THREADS
+    rate = ALONE if by_onednn else ALONE_BY_BLAS
+    rate_together = TOGETHER if threads == 1 else TOGETHER_IN_THREADS
     if gradient.convolutions > 0:
         rate, rate_together = CONVOLVED, CONVOLVED_TOGETHER
-    elif threads == 1 and gradient.operations > 0:
+    elif gradient.operations > 0:
         recurrent = gradient.recurrent / gradient.operations
-        rate_together = TOGETHER + recurrent * (RECURRENT_TOGETHER - TOGETHER)
-        rate_together += WEIGHTS_TOGETHER * gradient.weights / gradient.operations
+        rate_together += recurrent * (RECURRENT_TOGETHER - rate_together)
+        if threads == 1:
+            rate_together += WEIGHTS_TOGETHER * gradient.weights / gradient.operations
     call = CALL if replayed else CALL_WATCHED
     # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
     parts = [FORWARD if share.cached else 1.0 for share in shares]

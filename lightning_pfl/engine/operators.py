@@ -93,6 +93,16 @@ def has_onednn() -> bool:
     return bool(backend.is_available() and backend.enabled)
 
 
+def prefers_onednn() -> bool:
+    """Whether oneDNN multiplies large matrices faster than torch's BLAS, which mostly is MKL.
+
+    It does with AVX-512, which MKL leaves unused on AMD's processors: 50 x 784 and 784 x 200 take
+    75 microseconds by oneDNN and 137 by MKL. With AVX2 alone they take 300 and 250, and a product
+    of a quarter of the size 103 and 64.
+    """
+    return has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 ONEDNN_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """The operator of a linear layer; None in a torch without oneDNN."""
 

@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import EvaluationWork, LocalWork
 from lightning_pfl.engine.cost import Gradient, Share, batching_pays, evaluating_pays
-from lightning_pfl.engine.operators import ONEDNN_PRODUCT, OperatorMode
+from lightning_pfl.engine.operators import ONEDNN_PRODUCT, OperatorMode, prefers_onednn
 from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import (
     OTHER_NUMBERS,
@@ -309,8 +309,8 @@ class Probe:
             sum(parameter.numel() for parameter in self.module.parameters()),
         )
         shares = self._shares(work, self.at_once("forward"), alone.keeps_features)
-        threads = torch.get_num_threads()
-        pays = batching_pays(gradient, shares, alone.replays(work), threads)
+        threads, by_onednn = torch.get_num_threads(), prefers_onednn()
+        pays = batching_pays(gradient, shares, alone.replays(work), threads, by_onednn)
         return Estimate(gradient.operations, pays)
 
     def evaluation_estimate(

@@ -17,6 +17,7 @@ from lightning_pfl.engine import cost
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.cost import (
     ALONE,
+    ALONE_BY_BLAS,
     CALL,
     CALL_OF_GROUP,
     CALL_OF_PROGRAM,
@@ -410,7 +411,8 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_operations_of_many_clients_cost_less_in_threads(threads: int) -> None:
-    """Those of matrix products; one client's, and convolutions, cost what they do in one."""
+    """Those of matrix products alone; one client's, those of recurrent layers and convolutions cost
+    what they do in one."""
     even = saved() / (TOGETHER_IN_THREADS - ALONE)
     assert pays(even * 0.99, [Share(3, MANY)], replayed=True, threads=threads)
     assert not pays(even * 1.01, [Share(3, MANY)], replayed=True, threads=threads)
@@ -418,6 +420,40 @@ def test_operations_of_many_clients_cost_less_in_threads(threads: int) -> None:
     for part in (0.99, 1.01):
         gradient = Gradient(1e6 * even * part, CALLS, 1)
         assert batching_pays(gradient, [Share(3, MANY)], True, threads) is (part < 1)
+    even = saved() / (RECURRENT_TOGETHER - ALONE)
+    for part in (0.99, 1.01):
+        gradient = Gradient(1e6 * even * part, CALLS, recurrent=1e6 * even * part)
+        assert batching_pays(gradient, [Share(3, MANY)], True, threads) is (part < 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_of_one_client_by_blas_cost_more(threads: int) -> None:
+    """So much that those of many cost less, until their weights cost the difference."""
+    operations, together = 1e9, TOGETHER if threads == 1 else TOGETHER_IN_THREADS
+    spared = saved() + 1e3 * (ALONE_BY_BLAS - together)
+    assert spared > saved() > 0
+    for part in (0.99, 1.01):
+        weights = 1e6 * part * spared / WEIGHTS_TOGETHER
+        gradient = Gradient(operations, CALLS, weights=weights)
+        found = batching_pays(gradient, [Share(3, MANY)], True, threads, by_onednn=False)
+        assert found is (threads > 1 or part < 1)
+        assert not batching_pays(gradient, [Share(3, MANY)], True, threads)
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_the_estimate_asks_who_computes_products(
+    prefers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def watch(gradient: Gradient, shares: Any, replayed: bool, threads: int, by: bool) -> bool:
+        seen.append(by)
+        return True
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    monkeypatch.setattr("lightning_pfl.engine.probe.prefers_onednn", lambda: prefers)
+    fit(FedAvg(), image_clients((8, 8), batch_size=4), network(), 1, "auto")
+    assert seen == [prefers]
 
 
 def convolved(convolutions: int, served: float = MANY) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.engine import large_operators
 from lightning_pfl.engine.large_operators import LargeOperators, LargePooling, LargeProducts
+from lightning_pfl.engine.operators import has_onednn
 from lightning_pfl.engine.pooling import MaxPool2x2
 from lightning_pfl.engine.recording import Recorder
 
@@ -28,9 +29,44 @@ def layer_and_gradients(tensors: Sequence[Tensor], bias: bool) -> list[Tensor]:
     return [out.detach(), *(grad for grad in grads if grad is not None)]
 
 
+ONEDNN = "mkldnn._linear_pointwise.default"
+
+
+def work_on(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch say that the processor has these instructions."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
+
+
+@pytest.mark.parametrize(
+    ("processor", "enabled", "prefers"),
+    [("AVX512", True, True), ("AVX512", False, False), ("AVX2", True, False), ("SVE", True, False)],
+)
+@pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
+def test_onednn_multiplies_where_it_has_instructions_that_blas_leaves_unused(
+    processor: str, enabled: bool, prefers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_on(processor, monkeypatch)
+    monkeypatch.setattr("lightning_pfl.engine.operators.has_onednn", lambda: enabled)
+    x, w, b = torch.randn(128, 256), torch.randn(64, 256), torch.randn(64)
+    assert x.numel() * len(w) > large_operators.LARGE
+    with (
+        (calls := Recorder([])),
+        LargeProducts(),
+        torch.no_grad(),
+    ):
+        F.linear(x, w, b)
+        x.mm(w.t())
+    found = [str(call.operator) == ONEDNN for call in calls.calls].count(True)
+    assert found == (2 if prefers else 0)
+
+
+@pytest.mark.parametrize("processor", ["AVX512", "AVX2"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(128,), (4, 32)])
-def test_large_products_are_those_of_the_layer(shape: tuple[int, ...], bias: bool) -> None:
+def test_large_products_are_those_of_the_layer(
+    shape: tuple[int, ...], bias: bool, processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_on(processor, monkeypatch)
     torch.manual_seed(0)
     tensors = torch.randn(*shape, 256), torch.randn(64, 256) / 16, torch.randn(64)
     assert math.prod(shape) * 256 * 64 > large_operators.LARGE > 64 * 256 * 64
@@ -41,10 +77,17 @@ def test_large_products_are_those_of_the_layer(shape: tuple[int, ...], bias: boo
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("processor", "product"), [("AVX512", ONEDNN), ("AVX2", "aten.mm.default")]
+)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
 @torch.no_grad()
-def test_a_layer_on_samples_that_do_not_lie_one_after_another(bias: bool) -> None:
+def test_a_layer_on_samples_that_do_not_lie_one_after_another(
+    bias: bool, processor: str, product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch multiplies each by a copy of the weights; one product of all is as near to the sums."""
+    work_on(processor, monkeypatch)
     torch.manual_seed(0)
     x, w, b = torch.randn(32, 4, 256), torch.randn(64, 256) / 16, torch.randn(64)
 
@@ -57,7 +100,7 @@ def test_a_layer_on_samples_that_do_not_lie_one_after_another(bias: bool) -> Non
     torch.testing.assert_close(found.double(), layer(torch.float64), rtol=1e-5, atol=1e-4)
     assert found.stride() == layer(torch.float32).stride()
     names = [str(call.operator) for call in calls.calls]
-    assert "mkldnn._linear_pointwise.default" in names
+    assert product in names
     assert "aten.bmm.default" not in names
 
 

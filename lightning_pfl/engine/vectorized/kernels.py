@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.large_operators import is_large
-from lightning_pfl.engine.operators import has_onednn, one_hot, onednn_product, own_function
+from lightning_pfl.engine.operators import one_hot, onednn_product, own_function, prefers_onednn
 from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pair, pooling_settings
 
 
@@ -208,7 +208,7 @@ def _shared_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """Run a layer on the samples of all clients, ``(clients, ..., in)``."""
     flat = x.flatten(0, -2)
     # oneDNN's operator has no gradient.
-    if torch.is_grad_enabled() or not has_onednn() or not is_large(flat, w.t()):
+    if torch.is_grad_enabled() or not prefers_onednn() or not is_large(flat, w.t()):
         return F.linear(x, w, b)
     return onednn_product(flat, w.t(), b).view(*x.shape[:-1], len(w))
 
@@ -249,7 +249,7 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply each client's ``(rows, inner)`` by its ``(inner, columns)``, and add its bias."""
     threads = torch.get_num_threads()
     least = LARGE_OF_MANY if threads == 1 else LARGE_IN_THREADS * threads
-    if has_onednn() and is_large(a[0], b, least if a.stride(-1) == 1 else 2 * least):
+    if prefers_onednn() and is_large(a[0], b, least if a.stride(-1) == 1 else 2 * least):
         biases = (None,) * len(a) if bias is None else bias.unbind()
         each = zip(a.unbind(), b.unbind(), biases, strict=True)
         return torch.stack([onednn_product(*one) for one in each])
