@@ -1,7 +1,10 @@
 """Write what ``make bench`` measured into the pages: tables and pictures.
 
-    python -m benchmarks.page build/bench.json    also keeps it, as benchmarks/results.json
+    python -m benchmarks.page build/bench.json    also keeps it, as benchmarks/results.json, or
+                                                  as results-avx2.json if the processor has AVX2
     python -m benchmarks.page                     writes what is kept
+
+Of the second file rounds alone are written.
 
 A table stands between ``<!-- bench: NAME begin`` and ``<!-- bench: NAME end -->``, and nobody else
 writes there. Pictures are ``docs/figures/round_WORKLOAD.svg``.
@@ -23,12 +26,14 @@ from benchmarks.workloads import NETWORKS, SIX, THREE, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results.json"
+KEPT_AVX2 = ROOT / "benchmarks" / "results-avx2.json"
 PAGES = ("docs/speed.md", "docs/profiles.md", "benchmarks/README.md")
 BETWEEN = re.compile(
     r"(<!-- bench: (?P<name>\w+) begin[^\n]*-->\n).*?(<!-- bench: (?P=name) end -->)", re.DOTALL
 )
 Found = dict[str, dict[str, Any]]
-"""What was measured: for each part, by a key; see :class:`benchmarks.table.Results`."""
+"""What was measured: for each part, by a key; see :class:`benchmarks.table.Results`. By ``avx2``
+what was measured on a processor without AVX-512."""
 COLORS = dict(
     zip(
         PARTS,
@@ -302,9 +307,22 @@ def machine(found: Found) -> str:
         return ""
     return (
         f"Measured with torch {of['torch']}, Lightning {of['lightning']} and Python "
-        f"{of['python']} on {of['cores']} cores of {of['device']}; load before it began: "
+        f"{of['python']} on {of['cores']} cores of {of['device']} with {of['instructions']}; load "
+        "before it began: "
         f"{of['load']}.\n"
     )
+
+
+def without_avx512(found: Found) -> str:
+    """Write where rounds on a processor without AVX-512 were measured, and their ratios."""
+    other = found.get("avx2", {})
+    return f"{machine(other)}\n{rounds(other)}" if other else ""
+
+
+def read_kept() -> Found:
+    """Read all that is kept."""
+    found: Found = json.loads(KEPT.read_text())
+    return found | ({"avx2": json.loads(KEPT_AVX2.read_text())} if KEPT_AVX2.is_file() else {})
 
 
 TABLES: dict[str, Callable[[Found], str]] = {
@@ -320,6 +338,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "start": start,
     "processes": two_processes,
     "peers": frameworks,
+    "avx2": without_avx512,
 }
 
 
@@ -372,8 +391,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("file", nargs="?", type=Path, help="what `make bench` wrote")
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.file is not None:
-        KEPT.write_text(options.file.read_text())
-    found: Found = json.loads(KEPT.read_text())
+        text = options.file.read_text()
+        of = json.loads(text).get("machine", {}).get("machine", {})
+        (KEPT_AVX2 if of.get("instructions") == "AVX2" else KEPT).write_text(text)
+    found = read_kept()
     for page in PAGES:
         path = ROOT / page
         path.write_text(write_tables(path.read_text(), found))

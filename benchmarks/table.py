@@ -99,6 +99,7 @@ def describe_machine(accelerator: str = "cpu") -> dict[str, str]:
         "torch": torch.__version__,
         "lightning": L.__version__,
         "python": platform.python_version(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": processor if accelerator == "cpu" else torch.cuda.get_device_name(),
         "cores": str(os.cpu_count()),
         "load": f"{os.getloadavg()[0]:.1f}",

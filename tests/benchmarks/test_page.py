@@ -49,7 +49,7 @@ FOUND: page.Found = {
 def test_pages_have_what_is_kept(name: str) -> None:
     text = (page.ROOT / name).read_text()
     assert text.count("<!-- bench:") == 2 * len(page.BETWEEN.findall(text))
-    assert page.write_tables(text, json.loads(page.KEPT.read_text())) == text
+    assert page.write_tables(text, page.read_kept()) == text
 
 
 def test_pictures_of_what_is_kept_are_there() -> None:
@@ -129,16 +129,46 @@ def test_a_picture_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     assert "plain loop: 200" in text
 
 
-def test_the_command_keeps_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "ROOT", tmp_path)
-    monkeypatch.setattr(page, "KEPT", tmp_path / "kept.json")
-    marks = "<!-- bench: parts begin (x) -->\nold\n<!-- bench: parts end -->\n"
+def work_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, marks: str, found: page.Found
+) -> list[str]:
+    """Let pages be in a folder, each with these marks, and what was measured in a file there."""
+    monkeypatch.setattr(page, "ROOT", folder)
+    monkeypatch.setattr(page, "KEPT", folder / "kept.json")
+    monkeypatch.setattr(page, "KEPT_AVX2", folder / "kept-avx2.json")
     for name in page.PAGES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"before\n{marks}after\n")
-    (tmp_path / "docs" / "figures").mkdir()
-    (tmp_path / "found.json").write_text(json.dumps(FOUND))
-    page.main([str(tmp_path / "found.json")])
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"before\n{marks}after\n")
+    (folder / "docs" / "figures").mkdir()
+    (folder / "found.json").write_text(json.dumps(found))
+    return [str(folder / "found.json")]
+
+
+def test_rounds_without_avx512_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = "".join(
+        f"<!-- bench: {name} begin -->\nold\n<!-- bench: {name} end -->\n"
+        for name in ("rounds", "avx2")
+    )
+    machine = {"torch": "2", "lightning": "2", "python": "3", "cores": "2", "load": "0.1"}
+    other = {"machine": {"machine": {**machine, "device": "X", "instructions": "AVX2"}},
+             "cells": {"a": cell("w2", "FedAvg", 1, 1.75, 9.0)}}  # fmt: skip
+    arguments = work_in(tmp_path, monkeypatch, marks, other)
+    (tmp_path / "kept.json").write_text(json.dumps(FOUND))
+    page.main(arguments)
+    first, second = (tmp_path / page.PAGES[0]).read_text().split("<!-- bench: avx2 begin -->")
+    assert page.rounds(FOUND) in first
+    assert "| MLP 784-200-200-10, batch 50 | 1.75 |" in second
+    assert "on 2 cores of X with AVX2;" in second
+    assert "| MLP 784-200-200-10, batch 50 | 1.25 |" not in second
+    assert json.loads((tmp_path / "kept.json").read_text()) == FOUND
+    assert json.loads((tmp_path / "kept-avx2.json").read_text()) == other
+
+
+def test_the_command_keeps_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = "<!-- bench: parts begin (x) -->\nold\n<!-- bench: parts end -->\n"
+    page.main(work_in(tmp_path, monkeypatch, marks, FOUND))
     for name in page.PAGES:
         text = (tmp_path / name).read_text()
         assert "old" not in text
