@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.large_operators import LARGE
+from lightning_pfl.engine import large_operators
+from lightning_pfl.engine.operators import has_onednn
 from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
@@ -69,7 +70,8 @@ def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also a product that oneDNN runs in recorded steps, and in others of the same run."""
-    assert BATCH * WIDTH * HIDDEN >= LARGE
+    assert BATCH * WIDTH * HIDDEN >= large_operators.LARGE
+    monkeypatch.setattr(large_operators, "prefers_onednn", has_onednn)
     made = METHODS[name]
     found = run(made(), "sequential")
     assert found.strategy.federation.engine.choices["training_step"] == "sequential (as asked)"
