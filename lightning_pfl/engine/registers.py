@@ -158,6 +158,8 @@ class StepsInPlace(Repeated[Recorded]):
         return rebuild(logged, iter(kept))
 
     def _check(self, recorded: Recorded, function: Step, given: Any, leaves: list[Tensor]) -> Any:
+        # A step may write to its minibatches, as `x.mul_(2)` does.
+        leaves = [copy(leaf) for leaf in leaves]
         inputs = [*self._layout.registers, *leaves]
         # The step itself, on copies: where it agrees, the replay counts.
         new, logged = function(self.state(copy), given)

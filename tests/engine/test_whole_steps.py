@@ -70,6 +70,24 @@ def test_replayed_steps_are_the_steps(method: Method) -> None:
     assert_rounds_equal(recorded, plain)
 
 
+class HalvesInputs(PersonalizedModule):
+    """Writes to its minibatch."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_writes_to_its_minibatch_is_replayed() -> None:
+    def module() -> HalvesInputs:
+        layers = cnn()
+        return HalvesInputs(layers.backbone, layers.head, lr=0.1, num_classes=CLASSES)
+
+    recorded, plain = (run(FedAvg(local_epochs=2), module(), limit) for limit in (99, 0))
+    assert replays(recorded) > 10
+    assert_rounds_equal(recorded, plain)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
