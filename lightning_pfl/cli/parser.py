@@ -48,6 +48,10 @@ ARGUMENT = re.compile(
     r"given class_path '([\w.]+)':\s+(?:Validation failed: )?"
     r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)"
 )
+MISSING = re.compile(
+    r"given class_path '([\w.]+)':\s+(?:Validation failed: )?"
+    r"the following arguments are required: ([\w., ]+)"
+)
 OPTION = re.compile(
     r"[Uu]nrecognized arguments: --([\w.]+)|"
     r"does not accept (?:option|nested key) '([\w.]+)'"
@@ -225,6 +229,13 @@ def explain(message: str, keys: Iterable[str]) -> str:
         message = f"Expected an argument of {called}, but got {found[2]!r}."
         if not near:
             return f"{message} {_choice(known) or 'It takes none.'}"
+    elif found := MISSING.search(message):
+        called, key = found[1].rpartition(".")[2], _key(message, found)
+        options = " ".join(f"--{key}.{name} VALUE" for name in found[2].split(", "))
+        return (
+            f"Expected {called} to be given {found[2]}, which has no default, but got none. Add "
+            f"{options}; what it takes: --{key}.help {called}."
+        )
     elif found := TYPES.search(message):
         *kinds, last = _kinds(found[1] or found[3])
         kind = f"{', '.join(kinds)} or {last}" if kinds else last

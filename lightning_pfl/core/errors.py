@@ -79,6 +79,12 @@ REMEDIES = {
     r"|same dtype, but got (Double|Long|Byte) and|scalar type Double but found Float": (
         "If these are samples, use `inputs.float()`."
     ),
+    r"shapes cannot be multiplied|to have \d+ channels, but got \d+ channels instead"
+    r"|input to conv[123]d, but got input of size|must be equal to input_size"
+    r"|Given normalized_shape=|first two dimensions of batch2 tensor": (
+        "If these are samples, give them the shape that the layers expect, or the layers theirs, "
+        "such as a Linear's `in_features` or a convolution's `in_channels`."
+    ),
     r"index out of range in self": (
         "An Embedding has rows for ids from 0 to `num_embeddings` - 1: give it more, or map ids "
         "that it doesn't know to one of these."

@@ -166,6 +166,11 @@ def test_an_unknown_method_is_told_with_those_that_there_are(
             "model: {init_args: {learning: 1}}",
             "Expected an argument of DigitsCNN, but got 'learning'. Choose one of backbone, head,",
         ),
+        (
+            "method: {class_path: FedU}",
+            "Expected FedU to be given graph, which has no default, but got none. Add "
+            "--method.graph VALUE; what it takes: --method.help FedU.",
+        ),
     ],
 )
 def test_a_wrong_class_of_a_recipe_is_told_in_a_sentence(

@@ -35,6 +35,32 @@ def test_labels_of_classes(labels: Tensor, remedy: str) -> None:
         F.cross_entropy(SCORES, labels)
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many at once"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 2), (2, 4)),
+        (nn.Conv2d(1, 2, 3), (2, 3, 8, 8)),
+        (nn.Conv2d(1, 2, 3), (2, 64)),
+        (nn.LayerNorm(3), (2, 4)),
+        (nn.LSTM(3, 2), (5, 2, 4)),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else str(one),
+)
+def test_samples_of_another_shape_than_the_layers_expect(
+    layer: nn.Module, shape: tuple[int, ...], many: bool
+) -> None:
+    weights = {name: value.detach()[None] for name, value in layer.named_parameters()}
+    samples = torch.zeros(shape)
+    call = partial(torch.func.functional_call, layer)
+    step = partial(torch.vmap(call), weights, samples[None]) if many else partial(layer, samples)
+    with (
+        pytest.raises(ClientError, match=r"for client 'ann'.* the shape that the layers expect"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        step()
+
+
 def test_a_minibatch_of_one_sample() -> None:
     with (
         pytest.raises(ClientError, match=r"client 'ann'.*: choose a batch size that leaves none"),
