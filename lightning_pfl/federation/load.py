@@ -52,7 +52,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.hooks import BATCH_HOOKS, STEP_HOOKS, overridden
 from lightning_pfl.federation.new_clients import Start, entries_to_adapt, starting_models
 from lightning_pfl.federation.ranks import Ranks
-from lightning_pfl.federation.shards import is_sharded, read_shards
+from lightning_pfl.federation.shards import read_shards, require_checkpoint
 from lightning_pfl.methods.base import Method
 
 
@@ -208,13 +208,8 @@ def load_clients(
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), for example."
             )
     check_types(load_clients, {"path": path})
-    if not Path(path).is_file() and not is_sharded(path):
-        found = "a folder" if Path(path).is_dir() else "no file"
-        raise FileNotFoundError(
-            f"Expected `path` to be a checkpoint on this machine, but {str(path)!r} is {found}. "
-            "Give the .ckpt file or folder that `trainer.save_checkpoint` or ModelCheckpoint wrote."
-        )
-    if is_sharded(path):
+    require_checkpoint(path)
+    if Path(path).is_dir():
         checkpoint = read_shards(path)
     else:
         check_file(path)

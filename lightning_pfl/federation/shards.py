@@ -32,6 +32,22 @@ def is_sharded(path: Any) -> bool:
     return Path(path, META).is_file()
 
 
+def require_checkpoint(path: Any) -> None:
+    """Refuse a path of this machine that has neither a checkpoint nor the rest of a folder of one.
+
+    Raises:
+        FileNotFoundError: If there is nothing, or another folder; says what a path can be.
+    """
+    here = Path(path)
+    if here.is_file() or is_sharded(here) or any(here.glob("clients-*.ckpt")):
+        return
+    found = "a folder" if here.is_dir() else "no file"
+    raise FileNotFoundError(
+        f"Expected `path` to be a checkpoint on this machine, but {str(path)!r} is {found}. "
+        "Give the .ckpt file or folder that `trainer.save_checkpoint` or ModelCheckpoint wrote."
+    )
+
+
 def write_shards(
     path: Path, checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: Ranks
 ) -> None:

@@ -46,7 +46,7 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import MaxNorm
-from lightning_pfl.federation.shards import read_shards, write_shards
+from lightning_pfl.federation.shards import read_shards, require_checkpoint, write_shards
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
@@ -443,10 +443,16 @@ class FederatedStrategy(ProcessesStrategy):
         # Lightning's default differs for remote paths.
         safely = True if weights_only is None else weights_only
         if Path(checkpoint_path).is_dir():
+            require_checkpoint(checkpoint_path)
             return require_lightning(read_shards(checkpoint_path, safely), checkpoint_path)
         check_file(checkpoint_path)
         with explain_read_errors(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, safely)
+            try:
+                checkpoint = super().load_checkpoint(checkpoint_path, safely)
+            except FileNotFoundError:
+                if "://" not in str(checkpoint_path):  # A URL is of another machine.
+                    require_checkpoint(checkpoint_path)
+                raise
         return require_lightning(checkpoint, checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

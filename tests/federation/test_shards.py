@@ -281,6 +281,12 @@ def test_a_file_in_the_place_of_its_folder_is_said(tmp_path: Path) -> None:
         run(2, "sharded", path)
 
 
+def test_a_path_without_a_checkpoint_is_refused_with_what_it_can_be(tmp_path: Path) -> None:
+    for path, found in ((tmp_path / "none.ckpt", "no file"), (tmp_path, "a folder")):
+        with pytest.raises(FileNotFoundError, match=rf"is {found}\. Give the \.ckpt file or fold"):
+            run(2, "sharded", path)
+
+
 def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{epoch}", "val_loss", save_top_k=1, save_last=True)
     made = run(3, "sharded", callbacks=[saving], enable_checkpointing=True)
