@@ -308,8 +308,7 @@ def machine(found: Found) -> str:
     return (
         f"Measured with torch {of['torch']}, Lightning {of['lightning']} and Python "
         f"{of['python']} on {of['cores']} cores of {of['device']} with {of['instructions']}; load "
-        "before it began: "
-        f"{of['load']}.\n"
+        f"before it began: {of['load']}.\n"
     )
 
 

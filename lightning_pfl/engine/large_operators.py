@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine import channels_last
-from lightning_pfl.engine.operators import (
-    OperatorMode,
-    has_onednn,
-    onednn_product,
-    own_function,
-    prefers_onednn,
-)
+from lightning_pfl.engine.operators import OperatorMode, fastest_product, has_onednn, own_function
 from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pooling_settings
 
 POOLED = 2**16
@@ -72,7 +66,7 @@ _REPLACED = frozenset(
 
 
 class LargeProducts(OperatorMode):
-    """A mode, below autograd, that multiplies large matrices of single precision by oneDNN.
+    """A mode, below autograd, that multiplies large matrices of single precision by what is faster.
 
     To look at every operator costs more than a small step's arithmetic, see
     :class:`LargeOperators`.
@@ -91,17 +85,12 @@ class LargeProducts(OperatorMode):
         if not kwargs and func in _REPLACED and has_onednn():
             if self._last and func in channels_last.CONVOLUTIONS:
                 return channels_last.convolve(func, args)
+            if func is torch.ops.aten.mm.default and is_large(*args):
+                return fastest_product(args[0], args[1])
             if func is torch.ops.aten.bmm.default and _is_shared(*args) and is_large(*args):
                 return _shared_product(*args)
-            if prefers_onednn():
-                if func is torch.ops.aten.mm.default and is_large(*args):
-                    return onednn_product(args[0], args[1], None)
-                if (
-                    func is torch.ops.aten.addmm.default
-                    and args[0].ndim == 1
-                    and is_large(*args[1:])
-                ):
-                    return onednn_product(args[1], args[2], args[0])
+            if func is torch.ops.aten.addmm.default and args[0].ndim == 1 and is_large(*args[1:]):
+                return fastest_product(args[1], args[2], args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -125,9 +114,7 @@ def _shared_product(a: Tensor, b: Tensor) -> Tensor:
 
     1,050 to 460 microseconds for 32 of 128 x 64 and one of 64 x 192, with the copy.
     """
-    rows, b = a.reshape(-1, a.shape[-1]), b[0]
-    out = onednn_product(rows, b, None) if prefers_onednn() else rows.mm(b)
-    return out.view(*a.shape[:-1], b.shape[-1])
+    return fastest_product(a.reshape(-1, a.shape[-1]), b[0]).view(*a.shape[:-1], b.shape[-1])
 
 
 class LargeOperators(LargePooling):

@@ -121,6 +121,19 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def fastest_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply two large matrices of single precision, and add a bias, by what is faster.
+
+    Args:
+        a: ``(rows, inner)``.
+        b: ``(inner, columns)``.
+        bias: ``(columns,)``; None for none.
+    """
+    if prefers_onednn():
+        return onednn_product(a, b, bias)
+    return a.mm(b) if bias is None else torch.addmm(bias, a, b)
+
+
 def fastest_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the function that calls an operator with the least of Python.
 

@@ -35,6 +35,18 @@ def test_labels_of_classes(labels: Tensor, remedy: str) -> None:
         F.cross_entropy(SCORES, labels)
 
 
+def require_remedy(layer: nn.Module, samples: Tensor, many: bool, remedy: str) -> None:
+    """Require a remedy in the error of a layer, alone or under ``vmap``."""
+    weights = {name: value.detach()[None] for name, value in layer.named_parameters()}
+    call = partial(torch.func.functional_call, layer)
+    step = partial(torch.vmap(call), weights, samples[None]) if many else partial(layer, samples)
+    with (
+        pytest.raises(ClientError, match=rf"for client 'ann'.* {remedy}"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        step()
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["one", "many at once"])
 @pytest.mark.parametrize(
     ("layer", "shape"),
@@ -50,15 +62,7 @@ def test_labels_of_classes(labels: Tensor, remedy: str) -> None:
 def test_samples_of_another_shape_than_the_layers_expect(
     layer: nn.Module, shape: tuple[int, ...], many: bool
 ) -> None:
-    weights = {name: value.detach()[None] for name, value in layer.named_parameters()}
-    samples = torch.zeros(shape)
-    call = partial(torch.func.functional_call, layer)
-    step = partial(torch.vmap(call), weights, samples[None]) if many else partial(layer, samples)
-    with (
-        pytest.raises(ClientError, match=r"for client 'ann'.* the shape that the layers expect"),
-        naming_clients("training_step", ["ann"], [0], 0),
-    ):
-        step()
+    require_remedy(layer, torch.zeros(shape), many, "the shape that the layers expect")
 
 
 def test_a_minibatch_of_one_sample() -> None:
@@ -90,15 +94,7 @@ def test_labels_of_a_binary_loss(labels: Tensor) -> None:
 def test_samples_of_another_type_than_the_weights(
     layer: nn.Module, dtype: torch.dtype, many: bool
 ) -> None:
-    weights = {name: value.detach()[None] for name, value in layer.named_parameters()}
-    samples = torch.ones(1, 3, 3, dtype=dtype)
-    call = partial(torch.func.functional_call, layer)
-    step = partial(torch.vmap(call), weights, samples[None]) if many else partial(layer, samples)
-    with (
-        pytest.raises(ClientError, match=r"for client 'ann'.* use `inputs\.float\(\)`"),
-        naming_clients("training_step", ["ann"], [0], 0),
-    ):
-        step()
+    require_remedy(layer, torch.ones(1, 3, 3, dtype=dtype), many, r"use `inputs\.float\(\)`")
 
 
 def test_ids_beyond_an_embedding() -> None:

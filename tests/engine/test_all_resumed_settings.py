@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import large_operators
+from lightning_pfl.engine import large_operators, operators
 from lightning_pfl.engine.operators import has_onednn
 from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedRep
@@ -244,7 +244,7 @@ def require_resumed(
     Products in single precision are oneDNN's, as large ones are on a processor that suits it.
     """
     patch.setattr(large_operators, "LARGE", 100)
-    patch.setattr(large_operators, "prefers_onednn", has_onednn)
+    patch.setattr(operators, "prefers_onednn", has_onednn)
     for kind in ("training", "evaluation"):
         patch.setattr(Probe, f"{kind}_estimate", lambda *_: Estimate(1e9, together))
     whole = run(name, tmp_path, **problem)

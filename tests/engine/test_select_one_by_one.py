@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import large_operators
+from lightning_pfl.engine import large_operators, operators
 from lightning_pfl.engine.operators import has_onednn
 from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
@@ -71,7 +71,7 @@ def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
 ) -> None:
     """Also a product that oneDNN runs in recorded steps, and in others of the same run."""
     assert BATCH * WIDTH * HIDDEN >= large_operators.LARGE
-    monkeypatch.setattr(large_operators, "prefers_onednn", has_onednn)
+    monkeypatch.setattr(operators, "prefers_onednn", has_onednn)
     made = METHODS[name]
     found = run(made(), "sequential")
     assert found.strategy.federation.engine.choices["training_step"] == "sequential (as asked)"
