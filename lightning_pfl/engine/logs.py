@@ -127,9 +127,15 @@ class LogCapture:
         logged = Reduction(reduction, None if weight == self._samples else weight)
         if not isinstance(value, (Metric, TorchmetricsValue)):
             value = value if isinstance(value, Tensor) else _number(name, value)
+            if value.numel() != 1:
+                raise ValueError(
+                    f"Expected self.log({name!r}, ...) to log one number, but got a tensor of "
+                    f"shape {tuple(value.shape)}. Log its `mean()`, or each number under its own "
+                    "name."
+                )
             value = value.detach() if value.is_floating_point() else value.detach().float()
             # A step may change a scalar later, as by `loss += penalty`.
-            value = value.mean() if value.ndim else value.clone()
+            value = value.clone().view(())
         if name in self.values:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged

@@ -119,8 +119,14 @@ class ClientProgram:
     # --- calling ---
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Replace the module's ``log`` inside a ``with`` block."""
+    def capturing(self, step: str = "training_step") -> Iterator[None]:
+        """Replace the module's ``log`` inside a ``with`` block.
+
+        Not in `predict_step`, where Lightning's own refuses to log.
+        """
+        if step == "predict_step":
+            yield
+            return
         self.module.__dict__["log"] = self.log
         self.log.restart()
         try:

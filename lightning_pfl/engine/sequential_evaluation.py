@@ -165,7 +165,7 @@ class SequentialEvaluation:
         clients = work.clients.tolist()
         of_all = evaluation_minibatches(work.data, clients, Limits(1, work.limit), self.settings)
         sharing = restoring_once() if step.checks.known else nullcontext()
-        with sharing, torch.no_grad(), program.capturing():
+        with sharing, torch.no_grad(), program.capturing(work.step):
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model = shared or given(row)
                 logged, metrics, counts[row] = steps.of_client(client, model, minibatches)
@@ -220,7 +220,7 @@ class SequentialEvaluation:
         def writes(before: Snapshot | None) -> bool:
             return before is not None and changed(self.module, before, others) is not None
 
-        with restoring_once(), torch.no_grad(), program.capturing():
+        with restoring_once(), torch.no_grad(), program.capturing(name):
             for row, (client, minibatches) in enumerate(zip(clients, of_all, strict=True)):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
                 logged, metrics, outputs, counts[row] = steps.of_client(client, model, minibatches)

@@ -159,7 +159,7 @@ class VectorizedEvaluation:
         with (
             torch.no_grad(),
             batchable_kernels(self.transform),
-            self.program.capturing(),
+            self.program.capturing(step),
             found.metrics.deferring(),
         ):
             replayed = self._look(work, recorded, found.metrics)
