@@ -56,9 +56,10 @@ class NewClientAdaptation(FederatedCallback):
 
     A new client receives what the server sends, and starts with the initial personal part, or as
     set by ``start``. For each m in ``samples`` it trains on the first m samples of a seeded shuffle
-    of its training data (a client with fewer trains on all), and is evaluated on its test data. It
-    trains with the optimizer of ``configure_optimizers`` on the loss of ``training_step``; other
-    entries than ``scope``, the server and other clients stay unchanged bit for bit.
+    of its training data, and is evaluated on its test data. A client with fewer than m samples
+    trains on all of them, and counts in the values for m; a warning says how many do. Clients train
+    with the optimizer of ``configure_optimizers`` on the loss of ``training_step``; other entries
+    than ``scope``, the server and other clients stay unchanged bit for bit.
 
     Clients that take no step would have an untrained personal part: they are left out with a
     warning, and m = 0 is only allowed if new clients start with a trained model.
@@ -173,7 +174,7 @@ class NewClientAdaptation(FederatedCallback):
         evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
         method, names = federation.method, self._resolved(federation)
         round = federation.rounds - 1 if federation.rounds else None
-        found = []
+        found, had = [], dict[int, Tensor]()
         # Models that are trained must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad(), in_mode(module, training=False):
             for samples in self.samples:
@@ -183,6 +184,7 @@ class NewClientAdaptation(FederatedCallback):
                 )
                 begin = rows(starting_models(federation, train.num_clients, self.start), clients)
                 trained_on = data.num_samples[clients] * bool(samples)
+                had[samples] = trained_on
                 for phase in self.phases if samples else self.phases[:1]:
                     passes = phase_budget(phase).passes
                     models, epochs = begin, passes if self.several and samples else None
@@ -206,6 +208,7 @@ class NewClientAdaptation(FederatedCallback):
                         )
                         evaluation = federation.engine.evaluate(work)
                     found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
+        _warn_of_fewer(had)
         return tuple(found)
 
     def _trainable(
@@ -299,6 +302,22 @@ class NewClientAdaptation(FederatedCallback):
                 names,
                 lambda model: {**frame, **federation.parameter_split.with_aliases(model)},
             )
+
+
+def _warn_of_fewer(had: Mapping[int, Tensor]) -> None:
+    """Warn of clients with fewer training samples than were asked for.
+
+    Args:
+        had: The samples of each client, by those that were asked for.
+    """
+    fewer = {m: int((counts < m).sum()) for m, counts in had.items()}
+    if any(fewer.values()):
+        said = [f"{fewer[m]} of {len(had[m])} have fewer than {m}" for m in fewer if fewer[m]]
+        rank_zero_warn(
+            f"NewClientAdaptation(samples={[*had]}) asks for more training samples than some new "
+            f"clients have: {', '.join(said)}. These train on all of theirs, and count in the "
+            f"values for that number. The fewest that one has are {int(had[max(had)].min())}."
+        )
 
 
 def _phases(epochs: Any, steps: int | None, lr: float | None) -> tuple[Phase, ...]:

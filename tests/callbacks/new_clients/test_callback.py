@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ from tests.callbacks.setting import (
     trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*"),
+    pytest.mark.filterwarnings("ignore:.*more training samples than some new clients have.*"),
+]
 
 ENGINES = ["vectorized", "sequential"]
 # More new clients than clients: their rows are not ids of the federation.
@@ -253,6 +257,30 @@ def test_lists_of_loaders_adapt_like_federated_datasets(engine: str) -> None:
         head = adaptation.results[0].models["head.weight"][client]
         want = fitted_head(shared, client, 2 * steps_of(3))
         torch.testing.assert_close(head, want, rtol=1e-12, atol=1e-12)
+
+
+# --- fewer samples than asked for -----------------------------------------------------------------
+
+
+def said(samples: list[int]) -> list[str]:
+    """Adapt in a fit of clients with 7, 4, 6, 5 and 9 samples, and return what is said of these."""
+    adaptation = NewClientAdaptation(new_clients(), samples=samples, epochs=[1, 2])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(FedRep(), adaptation).fit(split(), quadratics())
+    texts = [str(one.message) for one in found]
+    return [text for text in texts if text.startswith("NewClientAdaptation")]
+
+
+def test_clients_with_fewer_samples_than_asked_for_are_counted_once() -> None:
+    (text,) = said([100_000, 1, 6, 4])
+    assert text.startswith("NewClientAdaptation(samples=[100000, 1, 6, 4]) asks for more training")
+    assert ": 5 of 5 have fewer than 100000, 2 of 5 have fewer than 6. These train on" in text
+    assert text.endswith("The fewest that one has are 4.")
+
+
+def test_nothing_is_said_where_all_have_as_many() -> None:
+    assert said([1, 4]) == []
 
 
 # --- from the data module to the table and the curve ----------------------------------------------

@@ -42,7 +42,10 @@ from tests.callbacks.setting import (
     trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*"),
+    pytest.mark.filterwarnings("ignore:.*more training samples than some new clients have.*"),
+]
 
 CURVATURES = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 CENTERS = torch.tensor([5.0, -1.0, 2.0], dtype=torch.float64)
