@@ -185,7 +185,10 @@ def call_batch_hook(trainer: L.Trainer, module: L.LightningModule, name: str, *a
 
 
 ONCE_A_ROUND = (Timer, LearningRateMonitor, DeviceStatsMonitor)
-"""Callbacks that say or log something for a step of the Trainer, which is a round."""
+"""Callbacks that say or log something for a step of the Trainer, which is a round.
+
+Those of a subclass do, too, in the hooks that it leaves as they are.
+"""
 
 
 class ClientHooks:
@@ -205,6 +208,7 @@ class ClientHooks:
         self.callbacks: list[Any] = [
             c for c in connected(trainer).callbacks if overrides(c, name, Callback)
         ]
+        self._at_last = {id(c) for c in self.callbacks if _acts_once(c, name)}
         self.on_module = of_module and is_overridden(name, trainer.lightning_module)
 
     def __bool__(self) -> bool:
@@ -228,7 +232,7 @@ class ClientHooks:
         module: Any = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.name
         for callback in self.callbacks:
-            if not last and type(callback) in ONCE_A_ROUND:
+            if not last and id(callback) in self._at_last:
                 continue
             with connected(self.trainer).profiler.profile(
                 f"[Callback]{callback.state_key}.{self.name}"
@@ -238,6 +242,12 @@ class ClientHooks:
         return (
             _call_lightning_module_hook(self.trainer, self.name, *args) if self.on_module else None
         )
+
+
+def _acts_once(callback: Any, name: str) -> bool:
+    """Whether a callback's hook is that of a class of :data:`ONCE_A_ROUND`."""
+    kinds = (kind for kind in ONCE_A_ROUND if isinstance(callback, kind))
+    return any(not overrides(callback, name, kind) for kind in kinds)
 
 
 def _only_reads(callback: Any, name: str) -> bool:

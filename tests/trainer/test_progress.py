@@ -28,7 +28,7 @@ from lightning_pfl.engine.checks import Checks
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import fit
 from lightning_pfl.trainer.progress import ClientBatch, ClientOutputs
-from tests.trainer.setting import Quadratic, points, trainer
+from tests.trainer.setting import SIZES, Quadratic, points, trainer
 
 
 class Watching(L.Callback):
@@ -52,14 +52,31 @@ def test_outputs_have_the_mean_loss_of_the_client(engine: str) -> None:
     assert [number for *_, number in callback.found] == [0, 1, 2, 3]
 
 
+class NamedTimer(Timer):
+    """Changes nothing in a hook."""
+
+    def on_fit_end(self, *args: Any) -> None:
+        self.ended = True
+
+
+class EachTimer(Timer):
+    """Asks for the time at each client by a hook of its own."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
-def test_a_timer_says_once_that_the_time_is_over(engine: str, caplog: Any) -> None:
-    timer = Timer(timedelta(microseconds=1))  # over before the first client ends
+@pytest.mark.parametrize(("kind", "times"), [(Timer, 1), (NamedTimer, 1), (EachTimer, len(SIZES))])
+def test_how_often_a_timer_says_that_the_time_is_over(
+    kind: type[Timer], times: int, engine: str, caplog: Any
+) -> None:
+    timer = kind(timedelta(microseconds=1))  # over before the first client ends
     run = trainer(engine=engine, max_epochs=9, callbacks=[timer])
     with caplog.at_level(logging.INFO):
         run.fit(Quadratic(), points(), points())
     assert run.current_epoch == 1
-    assert caplog.text.count("Time limit reached") == 1
+    assert caplog.text.count("Time limit reached") == times
 
 
 class Stepping(Quadratic):
@@ -78,10 +95,20 @@ class Rates(DummyLogger):
         self.steps += [step] if "lr-SGD" in metrics else []
 
 
+class NamedMonitor(LearningRateMonitor):
+    """Changes nothing in a hook of a step."""
+
+    def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().on_train_start(trainer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [LearningRateMonitor, NamedMonitor])
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
-def test_a_learning_rate_is_logged_once_a_round(engine: str) -> None:
+def test_a_learning_rate_is_logged_once_a_round(
+    engine: str, kind: type[LearningRateMonitor]
+) -> None:
     logger = Rates()
-    monitor = LearningRateMonitor("step")
+    monitor = kind("step")
     run = trainer(engine=engine, callbacks=[monitor], logger=logger, log_every_n_steps=1)
     run.fit(Stepping(), points(), points())
     assert logger.steps == [0, 1]
