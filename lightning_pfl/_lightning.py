@@ -323,6 +323,7 @@ def validates_after_round(loop: FitLoop) -> bool:
 
 
 def log_values(
+    trainer: L.Trainer,
     results: ResultCollection,
     hook: str,
     values: Mapping[str, float | Tensor],
@@ -332,15 +333,21 @@ def log_values(
     """Store values as ``self.log(..., on_epoch=True)`` does.
 
     For each new value ``results.log`` searches all that its object holds for tensors to move, which
-    takes twice as long as to make it.
+    takes twice as long as to make it. A barebones Trainer keeps none, and `self.log` says so.
 
     Args:
+        trainer: The running Trainer.
         results: The active loop's collection.
         hook: The step under whose name they are kept.
         values: Scalars by name.
         prog_bar: Names that the progress bar shows.
         logger: Names that go to the loggers.
     """
+    if trainer.barebones:
+        for name in values:
+            if not name.startswith("round/"):  # what the module logs
+                L.LightningModule.log(trainer.lightning_module, name, 0.0)
+        return
     shown, logged = set(prog_bar), set(logger)
     for name, value in values.items():
         number = torch.as_tensor(value, dtype=torch.get_default_dtype())
@@ -468,6 +475,8 @@ def _send(
     round: int | None = None,
 ) -> None:
     """Send values to the loggers as ``_LoggerConnector.log_metrics`` does, or those of a round."""
+    if trainer.barebones:
+        return
     trainer._logger_connector._logged_metrics.update(metrics)
     rows = convert_tensors_to_scalars(dict(metrics))
     curves = {name: value for name, value in rows.items() if not name.startswith(at_end)}
@@ -481,7 +490,9 @@ def _send(
 
 
 def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:
-    """Add values to ``trainer.callback_metrics``, for a resumed run."""
+    """Add values to ``trainer.callback_metrics``, which a barebones Trainer leaves empty."""
+    if trainer.barebones:
+        return
     trainer._logger_connector._callback_metrics.update(
         {name: torch.as_tensor(value) for name, value in values.items()}
     )
@@ -505,6 +516,8 @@ def log_directly(
 ) -> None:
     """Send values to the loggers and to ``trainer.callback_metrics``, where no loop collects them.
 
+    A barebones Trainer keeps none.
+
     Args:
         trainer: The running Trainer.
         values: Scalars by name.
@@ -512,6 +525,8 @@ def log_directly(
         prog_bar: Names that the progress bar shows.
         round: The round that they are of, from 0: the loggers' step, and the epoch; None: now.
     """
+    if trainer.barebones:
+        return
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     remember_metrics(trainer, tensors)
     connector, sent = trainer._logger_connector, values if logger is None else logger

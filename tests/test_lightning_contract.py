@@ -106,9 +106,11 @@ def test_signature(function: Any, expected: list[str]) -> None:
 
 def test_values_are_kept_as_self_log_keeps_them() -> None:
     """``results.log`` is what ``self.log`` calls."""
+    run = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     kept, expected = _ResultCollection(training=True), _ResultCollection(training=True)
     for value in (1.5, torch.tensor(-3, dtype=torch.int64)):
-        _lightning.log_values(kept, "training_step", {"a": value, "b": 2 * value}, ["a"], ["b"])
+        values = {"a": value, "b": 2 * value}
+        _lightning.log_values(run, kept, "training_step", values, ["a"], ["b"])
         for name, number in (("a", float(value)), ("b", 2 * float(value))):
             flags = {"prog_bar": name == "a", "logger": name == "b", "sync_dist": True}
             one = torch.tensor(number)
@@ -121,6 +123,15 @@ def test_values_are_kept_as_self_log_keeps_them() -> None:
         assert found.cumulated_batch_size == expected[key].cumulated_batch_size == 2
     assert kept.metrics(on_step=False) == expected.metrics(on_step=False)
     assert kept.metrics(on_step=False)["callback"] == {"a": -0.75, "b": -1.5}
+
+
+@pytest.mark.parametrize(("barebones", "kept"), [(False, {"a": 1.0}), (True, {})])
+def test_a_barebones_trainer_keeps_no_values(barebones: bool, kept: dict[str, float]) -> None:
+    """As those of a validation that is read late, which no loop collects."""
+    flags = {} if barebones else {"logger": False, "enable_checkpointing": False}
+    run = L.Trainer(accelerator="cpu", barebones=barebones, **flags)
+    _lightning.log_directly(run, {"a": 1.0}, prog_bar=["a"])
+    assert run.callback_metrics == run.progress_bar_metrics == kept
 
 
 def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:

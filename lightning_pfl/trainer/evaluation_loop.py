@@ -388,7 +388,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             log_directly(self.trainer, values, logged, shown, round)
         else:
             hook = "test_step" if self.trainer.testing else "validation_step"
-            log_values(self._results, hook, values, shown, logged)
+            log_values(self.trainer, self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
             history = self.federation.history
             # Values without a number in this round, such as of a former global model, must be

@@ -464,9 +464,9 @@ class FederatedLoop(FitLoop):
     # --- after a round ---
 
     def _log(self) -> None:
-        log, results = self.log, self.epoch_loop._results
-        log_values(results, "training_step", log.values, log.prog_bar, log.logger)
-        publish_round(self.trainer)
+        log, trainer, results = self.log, self.trainer, self.epoch_loop._results
+        log_values(trainer, results, "training_step", log.values, log.prog_bar, log.logger)
+        publish_round(trainer)
 
     def _should_accumulate(self) -> bool:
         # A round is one step; accumulation happens inside the clients.

@@ -22,7 +22,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 
-from lightning_pfl.methods import FedRep
+from lightning_pfl.callbacks import HeadFineTuning
+from lightning_pfl.methods import FedRep, LocalOnly
 from tests.trainer.flags_of_rounds import ends, fit, refused
 from tests.trainer.setting import SIZES, Quadratic, classes, network, points, steps_of, trainer
 
@@ -199,9 +200,21 @@ def barebones(tmp_path: Path) -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    run, strategy = fit(barebones=True, **quiet)
-    assert run.loggers == []
-    ends(strategy, lambda client: steps_of(SIZES[client]))
+    said = r"You are trying to `self.log\(\)` but `Trainer\(barebones=True\)`"
+    for engine in ("sequential", "vectorized"):
+        run = trainer(LocalOnly(), engine=engine, max_epochs=1, barebones=True, **quiet)
+        run.callbacks.append(HeadFineTuning(["w"], epochs=1))
+        with pytest.warns(UserWarning, match=said):
+            run.fit(Quadratic(), points(), points())
+        assert run.loggers == []
+        ends(run.strategy, lambda client: steps_of(SIZES[client]))
+        # As plain Lightning, it keeps no values; the strategy has those of each client.
+        kept = [run.callback_metrics, run.logged_metrics, run.progress_bar_metrics]
+        with pytest.warns(UserWarning, match=said):
+            assert run.validate(run.lightning_module, points(), verbose=False) == [{}]
+        kept += [run.callback_metrics, run.logged_metrics, run.progress_bar_metrics]
+        assert kept == [{}] * 6
+        assert run.strategy.client_metrics().keys() >= {"val_loss"}
 
 
 def plugins(tmp_path: Path) -> None:
