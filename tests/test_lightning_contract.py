@@ -128,7 +128,7 @@ def test_values_are_kept_as_self_log_keeps_them() -> None:
 @pytest.mark.parametrize(("barebones", "kept"), [(False, {"a": 1.0}), (True, {})])
 def test_a_barebones_trainer_keeps_no_values(barebones: bool, kept: dict[str, float]) -> None:
     """As those of a validation that is read late, which no loop collects."""
-    flags = {} if barebones else {"logger": False, "enable_checkpointing": False}
+    flags: Any = {} if barebones else {"logger": False, "enable_checkpointing": False}
     run = L.Trainer(accelerator="cpu", barebones=barebones, **flags)
     _lightning.log_directly(run, {"a": 1.0}, prog_bar=["a"])
     assert run.callback_metrics == run.progress_bar_metrics == kept

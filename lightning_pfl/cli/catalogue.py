@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import takewhile
@@ -16,15 +16,27 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_pfl import methods
-from lightning_pfl.cli.parser import nearest, plain
+from lightning_pfl.cli.formulas import plain
+from lightning_pfl.cli.parser import nearest
 from lightning_pfl.contract.about import FAMILIES
 from lightning_pfl.methods.base import Method
 
 LEGEND = "d: trainable numbers of the model, d_B those of the backbone, d_H those of the head."
+SECTIONS = (
+    "Args",
+    "Attributes",
+    "State",
+    "Deviation from the paper",
+    "Raises",
+    "Example",
+    "References",
+)
+"""The sections of a method's docstring."""
 COMMANDS = ("methods", "recipes")
 """The first words of the commands of this file."""
 INSTALLED = ("share", "lightning-pfl")
@@ -130,6 +142,10 @@ def show_method(name: str) -> None:
         table.add_row(parameter.name, Text("required" if required else repr(parameter.default)))
     console = Console()
     console.print(Text(_in_words(f"{method.__name__}: {first}")))
+    for paragraph, indent in _description(doc):
+        console.print()
+        console.print(Padding(Text(paragraph), (0, 0, 0, indent), expand=False))
+    console.print()
     console.print(table)
     if method.about:
         console.print(Text(LEGEND))
@@ -236,6 +252,22 @@ def _first_sentence(text: str) -> str:
 def _in_words(text: str) -> str:
     """Write a text of a table for a terminal: formulas and code without their marks."""
     return plain(re.sub(r"\$([^$]*)\$", r":math:`\1`", text)).replace("`", "")
+
+
+def _description(doc: str) -> Iterator[tuple[str, int]]:
+    """Split the text between a docstring's first line and its sections.
+
+    Returns:
+        Paragraphs, blocks of formulas and lists, each with the width of its indent.
+    """
+    body = re.split(rf"^(?:{'|'.join(SECTIONS)}):", doc.partition("\n")[2], flags=re.MULTILINE)[0]
+    for paragraph in re.split(r"\n\s*\n", plain(body).strip("\n").rstrip()):
+        words = _in_words(paragraph)
+        if words.startswith(" "):
+            lines = words.split("\n")
+            yield "\n".join(line.strip() for line in lines), 4
+        elif words:
+            yield re.sub(r"\s*\n\s*(?!- )", " ", words), 0
 
 
 def _section(doc: str, title: str) -> str:

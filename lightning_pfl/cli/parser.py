@@ -25,6 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import lightning_pfl
 from lightning_pfl import callbacks, data, methods, models
+from lightning_pfl.cli.formulas import plain
 
 PACKAGES = (methods, models, data, callbacks, lightning_pfl)
 #: Classes that a recipe can name without a module path.
@@ -65,19 +66,6 @@ HELP = re.compile(r'Parser key "(\w+)"(?s:.*)unrecognized arguments: --([\w.]+)\
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
 #: Lightning's, about a strategy or a profiler by name.
 LIGHTNINGS_WORDS = re.compile(r"You selected an invalid .+")
-#: LaTeX commands that aren't their own text, unlike ``\lambda``.
-SYMBOLS = {
-    "ge": ">=",
-    "le": "<=",
-    "lVert": "||",
-    "rVert": "||",
-    "lfloor": "floor(",
-    "rfloor": ")",
-    "top": "T",
-    "ell": "l",
-    "bar": "bar ",
-    "varepsilon": "epsilon",
-}
 
 
 MODE = "yaml with each key once"
@@ -116,8 +104,12 @@ class Parser(LightningArgumentParser):
         return text
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Format the help, with formulas as plain text."""
-        return plain(super().format_help(*args, **kwargs))
+        """Format the help, with formulas as plain text; that of a method names their source."""
+        text = plain(super().format_help(*args, **kwargs))
+        of_method = re.search(r"method\.help=(?:lightning_pfl\.methods\.)?([\w.]+)", text)
+        if of_method is not None:
+            text += f"\nIts formulas and their symbols: lightning-pfl methods show {of_method[1]}\n"
+        return text
 
 
 def load_with_each_key_once(text: str) -> Any:
@@ -322,19 +314,3 @@ def in_a_line(error: Exception) -> str | None:
     if found := OWN_WORDS.search(str(error)) or LIGHTNINGS_WORDS.match(str(error)):
         return found[0]
     return str(error) if isinstance(error, MisconfigurationException) else None
-
-
-def plain(text: str) -> str:
-    r"""Write formulas in ``:math:`` without LaTeX.
-
-    Example:
-        >>> plain(r":math:`\mu \ge 0`. 0 is FedAvg.")
-        'mu >= 0. 0 is FedAvg.'
-    """
-    return re.sub(r":math:`([^`]*)`", lambda formula: _plain_formula(formula[1]), text)
-
-
-def _plain_formula(formula: str) -> str:
-    formula = re.sub(r"\\frac(\\[a-z]+|\w)(\w)", r"\1/\2 ", formula.replace(r"\,", ""))
-    formula = re.sub(r"\\([A-Za-z]+)", lambda word: SYMBOLS.get(word[1], word[1]), formula)
-    return formula.replace("{", "").replace("}", "")

@@ -58,6 +58,9 @@ def test_a_method_is_shown_with_its_settings(name: str, capsys: pytest.CaptureFi
     }
     assert text.startswith(f"{name}: ")
     assert not {"$", "`", "\\"} & set(text)
+    assert ":math:" not in text
+    assert ":class:" not in text
+    assert "..math" not in text.replace(" ", "")
     assert rows["global model"] == (method.about.global_model or "none")
     assert rows["state"]
     assert rows["deviation from the paper"]
@@ -65,6 +68,36 @@ def test_a_method_is_shown_with_its_settings(name: str, capsys: pytest.CaptureFi
     for parameter in inspect.signature(method).parameters.values():
         default = repr(parameter.default)
         assert rows[parameter.name] == ("required" if default == repr(inspect._empty) else default)
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_what_a_description_names_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block of formulas is on the screen, before sections that speak of what is above."""
+    text = said(capsys, "methods", "show", name)
+    doc = inspect.getdoc(getattr(methods, name)) or ""
+    description, table = text.split("┌")
+    formulas = [line for line in description.splitlines() if line.startswith("    ")]
+    assert len(formulas) >= doc.count(".. math::")
+    assert formulas or "formula above" not in table
+    # The last words before the arguments, of which none is in a formula's block.
+    last = doc.partition("\nArgs:")[0].split("\n\n")[-1].strip()
+    if not last.startswith(".. math::") and "`" not in last:
+        assert " ".join(last.split()) in " ".join(description.split())
+
+
+def test_the_formula_of_a_deviation_is_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "methods", "show", "SCAFFOLD")
+    formula = "    c_k^+ = g_k(x) (option I) or c_k - c + (x - y)/(K eta) (option II)"
+    assert -1 < text.find(formula) < text.find("equals the formula above")
+    assert "c_k estimates the gradient of client k, c that of all clients" in text
+
+
+def test_a_list_of_a_description_has_a_line_for_each_item(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [one.rstrip() for one in said(capsys, "methods", "show", "FedASA").splitlines()]
+    assert '- "all": every cell, which is FedAvg.' in lines
+    assert '- "given": the cells in shared.' in lines
 
 
 def test_formulas_are_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
