@@ -90,9 +90,13 @@ def free_port() -> int:
         return port
 
 
-def _end_with_parent() -> None:
-    """Let this process end when its parent is killed: an orphan would keep ports and locks."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
+def end_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
+    """Let this process end when its parent is killed: an orphan would keep ports and locks.
+
+    Args:
+        how: The signal by which it ends.
+    """
+    ctypes.CDLL(None).prctl(1, how)  # 1 is PR_SET_PDEATHSIG
 
 
 class Children:
@@ -149,7 +153,7 @@ class Children:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **QUIET, "PATH": search_path(), **environment},
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
 
     def look(self) -> list[str]:

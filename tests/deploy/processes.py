@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +24,7 @@ from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.deploy import commands
 from lightning_pfl.deploy.keys import make_keys
 from lightning_pfl.deploy.node import Node
-from lightning_pfl.deploy.processes import free_port
+from lightning_pfl.deploy.processes import end_with_parent, free_port
 from tests.deploy.setting import leaves_of
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,7 @@ def start(what: str, folder: Path) -> Running:
             stderr=out,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )
 
 
@@ -86,11 +89,23 @@ def fork(what: str, folder: Path, run: Callable[[str, Path], None] | None = None
 def run_in(what: str, folder: Path) -> None:
     """Be `lightning-pfl deploy` in a folder."""
     os.setsid()
+    threading.Thread(target=_end_with_tests, daemon=True).start()
     os.chdir(folder)
     out = os.open("out.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
     commands.main([what])
+
+
+def _end_with_tests() -> None:
+    """Kill this process and its own when that of the tests ends.
+
+    Its parent is the process that forks, which stays as long as what it has forked.
+    """
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def killed_while_sending(what: str, folder: Path) -> None:
@@ -107,6 +122,17 @@ def killed_while_sending(what: str, folder: Path) -> None:
 
     grid.push_objects = push_or_die
     run_in(what, folder)
+
+
+def running_in(folder: Path) -> list[int]:
+    """Find the processes in a folder, or that have it in their arguments or their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            names = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            if str(folder).encode() in names or folder in (process / "cwd").readlink().parents:
+                found.append(int(process.name))
+    return found
 
 
 class Processes:
@@ -158,11 +184,9 @@ class Processes:
         for name in list(self.running):
             self.kill(name)
         # Flower starts some of its processes in sessions of their own.
-        mark = str(self.folder).encode()
-        for found in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (found / "environ").read_bytes() + (found / "cmdline").read_bytes():
-                    os.kill(int(found.name), signal.SIGKILL)
+        for process in running_in(self.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def add_stranger(self) -> None:
         """Add the node ``"stranger"``: it says that it is node 0, but has another key."""

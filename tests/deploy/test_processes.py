@@ -37,7 +37,7 @@ from lightning_pfl.deploy.processes import (
     why_it_ended,
 )
 from lightning_pfl.deploy.settings import ClientSettings
-from tests.deploy.processes import Processes, fork, killed_while_sending
+from tests.deploy.processes import ROOT, Processes, fork, killed_while_sending, running_in
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
@@ -231,6 +231,50 @@ def test_a_key_that_was_replaced_is_not_let_in_by_an_old_database(tmp_path: Path
     names = {known, database({"b": keys["a"], "a": keys["b"]}), database({"a": keys["a"]})}
     keys["a"].write_text("another key")
     assert len({*names, database(keys)}) == 4
+
+
+STARTED = """
+import sys, time
+from pathlib import Path
+from tests.deploy.processes import Processes, running_in
+from tests.deploy.setting import recipe_of
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    deployed = Processes(folder, recipe_of("FedAvg", clients=2), ("0", "1"))
+    deployed.start("0")
+    deployed.warm = True
+    deployed.start("1")
+    deployed.until(lambda: len(running_in(deployed.folder)) == 4)  # each with a SuperNode
+    print("running", flush=True)
+    time.sleep(600)
+"""
+"""Tests that start a node as a person does, and fork another."""
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_tests_that_are_killed_leave_no_processes(tmp_path: Path) -> None:
+    script = tmp_path / "started.py"
+    script.write_text(STARTED)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(folder)]
+    try:
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as tests:
+            assert tests.stdout is not None
+            while tests.stdout.readline() != b"running\n":
+                assert tests.poll() is None
+            assert len(running_in(folder / "deployment")) == 4
+            tests.terminate()
+        end = time.monotonic() + 60
+        while running_in(folder / "deployment") and time.monotonic() < end:
+            time.sleep(0.2)
+        assert not running_in(folder / "deployment")
+    finally:
+        for process in running_in(folder):
+            os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.slow
