@@ -135,7 +135,8 @@ class LogCapture:
                 )
             value = value.detach() if value.is_floating_point() else value.detach().float()
             # A step may change a scalar later, as by `loss += penalty`.
-            value = value.clone().view(())
+            value = value.clone()
+            value = value.view(()) if value.ndim else value
         if name in self.values:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged
@@ -192,6 +193,8 @@ def _number(name: str, value: Any) -> Tensor:
         number: Any = value  # its tensor has the number of each round
         return torch.ones(()) * number  # type: ignore[no-any-return]
     try:
+        if isinstance(value, str):  # which `float` reads
+            raise TypeError
         return torch.as_tensor(float(value))
     except (TypeError, ValueError):
         raise ValueError(

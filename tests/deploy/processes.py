@@ -72,7 +72,9 @@ def start(what: str, folder: Path) -> Running:
             stderr=out,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, signal.SIGKILL),
+            preexec_fn=(
+                partial(end_with_parent, signal.SIGKILL) if sys.platform == "linux" else None
+            ),
         )
 
 

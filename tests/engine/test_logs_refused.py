@@ -89,6 +89,17 @@ def test_several_numbers(shape: tuple[int, ...], stage: str, engine: str) -> Non
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+def test_a_text_of_a_number(engine: str | None) -> None:
+    class Text(Logging):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", "1.5")  # type: ignore[arg-type]
+
+    match = "`str` values cannot be logged" if engine is None else r"log a number.*got a str\. Use"
+    with pytest.raises(ValueError if engine is None else ClientError, match=match):
+        run(Text("validate"), "validate", engine)
+
+
 def test_several_numbers_in_the_loop_of_a_client() -> None:
     with pytest.raises(ClientError, match="to log one number"):
         run(Logging("fit", 3, manual=True), "fit", "auto")
