@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch
 from torch.nn.modules import module as layers
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +86,42 @@ def _own_function(function: FunctionType) -> Any:
         return function
     found = [name for name, now in replaced_functions().items() if now is function]
     return _FUNCTIONS[found[0]] if found else function
+
+
+def beneath_vmap(rule: Callable[..., tuple[Tensor, int]], *args: Any) -> Any:
+    """Compute a layer of all rows of ``vmap`` by a rule, without a ``torch.autograd.Function``.
+
+    To find the rule of a ``Function``, torch takes longer than for a small layer.
+
+    Args:
+        rule: Called with the number of rows, the batched dimension of each argument, None if it has
+            none, and the arguments without ``vmap``; returns the result and its batched dimension.
+        args: Arguments of the layer.
+
+    Returns:
+        The result; ``NotImplemented`` if nothing is batched, and within further transforms.
+    """
+    if (level := _functorch.maybe_current_level()) != 1:
+        return NotImplemented
+    dims = [
+        _functorch.maybe_get_bdim(arg)
+        if isinstance(arg, Tensor) and _functorch.is_batchedtensor(arg)
+        else None
+        for arg in args
+    ]
+    if all(dim is None for dim in dims):
+        return NotImplemented
+    plain = [
+        arg if dim is None else _functorch.get_unwrapped(arg)
+        for arg, dim in zip(args, dims, strict=True)
+    ]
+    (size, *_) = [arg.shape[dim] for arg, dim in zip(plain, dims, strict=True) if dim is not None]
+    layer = _functorch.pop_dynamic_layer_stack()
+    try:
+        out, dim = rule(size, dims, *plain)
+    finally:
+        _functorch.push_dynamic_layer_stack(layer)
+    return _functorch._add_batch_dim(out, dim, level)
 
 
 def has_onednn() -> bool:

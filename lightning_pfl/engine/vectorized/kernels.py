@@ -12,32 +12,28 @@ that are out of range and BatchNorm in mixed precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.large_operators import is_large
-from lightning_pfl.engine.operators import one_hot, onednn_product, own_function, prefers_onednn
+from lightning_pfl.engine.operators import (
+    beneath_vmap,
+    one_hot,
+    onednn_product,
+    own_function,
+    prefers_onednn,
+)
 from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pair, pooling_settings
 
 
 class FastKernels(TorchFunctionMode):
-    """A mode that replaces torch's operators under ``vmap`` by faster kernels where they exist.
-
-    Args:
-        recorded: Whether steps are recorded, so that the time which kernels take in Python doesn't
-            count.
-    """
-
-    def __init__(self, recorded: bool = False) -> None:
-        super().__init__()
-        self._recorded = recorded
+    """A mode that replaces torch's operators under ``vmap`` by faster kernels where they exist."""
 
     def __torch_function__(
         self,
@@ -50,10 +46,7 @@ class FastKernels(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _opened(func)(*args, **(kwargs or {}))
-        kernel = _KERNELS.get(func)
-        if kernel is _linear and not self._recorded and _is_narrow(*args, **(kwargs or {})):
-            kernel = None
-        if kernel is not None:
+        if (kernel := _KERNELS.get(func)) is not None:
             result = kernel(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -66,6 +59,13 @@ def _opened(function: Any) -> FunctionType:
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
+
+
+def _rows(leaf: Tensor, dim: int | None, clients: int) -> Tensor:
+    """Return the rows of the clients, which come first."""
+    if dim is None:
+        return leaf.expand(clients, *leaf.shape)
+    return leaf.movedim(dim, 0) if dim else leaf
 
 
 # --- convolution ---
@@ -84,49 +84,33 @@ def _conv2d(
     plain = groups == 1 and input.ndim == 4 and None not in settings
     if not plain or input.device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return NotImplemented
-    return _ClientConvolution.apply(input, weight, bias, *settings)
+    return beneath_vmap(_convolutions, input, weight, bias, *settings)
 
 
-class _ClientConvolution(torch.autograd.Function):
-    """A convolution of each client's images with its own weights."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor | None, *settings: Any) -> Tensor:
-        """Run torch's convolution, without a client axis."""
-        return F.conv2d(x, w, b, *settings)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Save nothing: gradients are those of the operators in ``vmap``."""
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, *settings: Any
-    ) -> tuple[Tensor, int]:
-        """Run one grouped convolution on ``(clients, batch, in, h, w)``, a group per client."""
-        x_dim, w_dim, b_dim = in_dims[:3]
-        if w_dim is None and b_dim is None:  # one model for all: merge clients into the batch
-            x = x.movedim(x_dim, 0)
-            out = F.conv2d(x.flatten(0, 1), w, b, *settings)
-            return out.unflatten(0, x.shape[:2]), 0
-        clients = info.batch_size
-        x = (
-            x.movedim(x_dim, 1)
-            if x_dim is not None
-            else x.unsqueeze(1).expand(-1, clients, *x.shape[1:])
-        )
-        w = w.movedim(w_dim, 0) if w_dim is not None else w.expand(clients, *w.shape)
-        if b is not None:
-            b = b.movedim(b_dim, 0) if b_dim is not None else b.expand(clients, *b.shape)
-            b = b.reshape(-1)
-        grouped = x.flatten(1, 2).contiguous(memory_format=torch.channels_last)
-        kernel = w.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        stride, padding, dilation = settings
-        if b is None or torch.is_autocast_enabled("cpu"):
-            out = F.conv2d(grouped, kernel, b, stride, padding, dilation, clients)
-        else:
-            out = GroupedConvolution.apply(grouped, kernel, b, settings, clients)
-        return out.unflatten(1, (clients, -1)), 1
+def _convolutions(
+    clients: int, dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None, *settings: Any
+) -> tuple[Tensor, int]:
+    """Run one grouped convolution on ``(clients, batch, in, h, w)``, a group per client."""
+    x_dim, w_dim, b_dim = dims[:3]
+    if w_dim is None and b_dim is None:  # one model for all: merge clients into the batch
+        x = _rows(x, x_dim, clients)
+        out = F.conv2d(x.flatten(0, 1), w, b, *settings)
+        return out.unflatten(0, x.shape[:2]), 0
+    x = (
+        x.movedim(x_dim, 1)
+        if x_dim is not None
+        else x.unsqueeze(1).expand(-1, clients, *x.shape[1:])
+    )
+    w = _rows(w, w_dim, clients)
+    b = None if b is None else _rows(b, b_dim, clients).reshape(-1)
+    grouped = x.flatten(1, 2).contiguous(memory_format=torch.channels_last)
+    kernel = w.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    stride, padding, dilation = settings
+    if b is None or torch.is_autocast_enabled("cpu"):
+        out = F.conv2d(grouped, kernel, b, stride, padding, dilation, clients)
+    else:
+        out = GroupedConvolution.apply(grouped, kernel, b, settings, clients)
+    return out.unflatten(1, (clients, -1)), 1
 
 
 class GroupedConvolution(torch.autograd.Function):
@@ -157,51 +141,27 @@ class GroupedConvolution(torch.autograd.Function):
 # --- linear layers ---
 
 
-WIDE = 2**16
-"""Weights of a linear layer from which its kernel is faster than torch's operators on a CPU.
-
-It always is in a step that is recorded, and on a GPU, where it saves launches: four operators
-instead of nine, forward and backward.
-"""
-
-
-def _is_narrow(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return input.device.type == "cpu" and weight.numel() < WIDE
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # Mixed precision casts inside of torch's operators, which would be inside of this kernel.
     device = input.device.type
     if torch.is_autocast_enabled(device) or input.ndim < 2:
         return NotImplemented
-    return _ClientLinear.apply(input, weight, bias)
+    return beneath_vmap(_linear_layers, input, weight, bias)
 
 
-class _ClientLinear(torch.autograd.Function):
-    """A linear layer on each client's samples with its own weights."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        """Run torch's layer, without a client axis."""
-        return F.linear(x, w, b)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Save nothing: gradients are those of :class:`BatchedLinear`."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, int]:
-        """Run a batched product, or one product on all samples if clients share the weights."""
-        clients = info.batch_size
-        x_dim, w_dim, b_dim = in_dims
-        x = x.movedim(x_dim, 0) if x_dim is not None else x.expand(clients, *x.shape)
-        if w_dim is None and b_dim is None:
-            return _shared_linear(x, w, b), 0
-        w = w.movedim(w_dim, 0) if w_dim is not None else w.expand(clients, *w.shape)
-        if b is not None:
-            b = b.movedim(b_dim, 0) if b_dim is not None else b.expand(clients, *b.shape)
-        out = BatchedLinear.apply(x.flatten(1, -2), w, b)
-        return out.view(*x.shape[:-1], out.shape[-1]), 0
+def _linear_layers(
+    clients: int, dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None
+) -> tuple[Tensor, int]:
+    """Run a batched product, or one product on all samples if clients share the weights."""
+    x_dim, w_dim, b_dim = dims
+    x = _rows(x, x_dim, clients)
+    if w_dim is None and b_dim is None:
+        return _shared_linear(x, w, b), 0
+    w, b = _rows(w, w_dim, clients), None if b is None else _rows(b, b_dim, clients)
+    if x.ndim == 3:
+        return BatchedLinear.apply(x, w, b), 0
+    out = BatchedLinear.apply(x.flatten(1, -2), w, b)
+    return out.view(*x.shape[:-1], out.shape[-1]), 0
 
 
 def _shared_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -286,37 +246,23 @@ def _max_pool2d(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     settings = pooling_settings(*args, **kwargs)
     if settings is None or input.ndim < 3 or input.device.type != "cpu":
         return NotImplemented
-    return _ClientPooling.apply(input, *settings)
+    return beneath_vmap(_poolings, input, *settings)
 
 
-class _ClientPooling(torch.autograd.Function):
-    """A max pooling of each client's images."""
-
-    @staticmethod
-    def forward(x: Tensor, *settings: Any) -> Tensor:
-        """Run torch's pooling, without a client axis."""
-        out: Tensor = F.max_pool2d(x, *settings)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Save nothing: gradients are those of the operators in ``vmap``."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *settings: Any) -> tuple[Tensor, int]:
-        """Pool all clients' channels at once where they are last in memory."""
-        dim = in_dims[0]
-        if dim == 1 and x.ndim == 5:
-            merged = x.flatten(1, 2)  # a view of what a convolution of all clients returns
-            if merged.is_contiguous(memory_format=torch.channels_last):
-                return F.max_pool2d(merged, *settings).unflatten(1, x.shape[1:3]), 1
-        if settings == HALVING and x.is_floating_point() and min(x.shape[-2:]) >= 2:
-            last = dim >= x.ndim - 2
-            x = x.movedim(dim, 0) if last else x
-            return MaxPool2x2.apply(x), 0 if last else dim
-        x = x.movedim(dim, 0)
-        out = F.max_pool2d(x.flatten(0, 1), *settings)
-        return out.unflatten(0, x.shape[:2]), 0
+def _poolings(clients: int, dims: Sequence[Any], x: Tensor, *settings: Any) -> tuple[Tensor, int]:
+    """Pool all clients' channels at once where they are last in memory."""
+    dim = dims[0]
+    if dim == 1 and x.ndim == 5:
+        merged = x.flatten(1, 2)  # a view of what a convolution of all clients returns
+        if merged.is_contiguous(memory_format=torch.channels_last):
+            return F.max_pool2d(merged, *settings).unflatten(1, x.shape[1:3]), 1
+    if settings == HALVING and x.is_floating_point() and min(x.shape[-2:]) >= 2:
+        last = dim >= x.ndim - 2
+        x = x.movedim(dim, 0) if last else x
+        return MaxPool2x2.apply(x), 0 if last else dim
+    x = _rows(x, dim, clients)
+    out = F.max_pool2d(x.flatten(0, 1), *settings)
+    return out.unflatten(0, x.shape[:2]), 0
 
 
 def _adaptive_avg_pool2d(input: Tensor, output_size: Any) -> Any:

@@ -83,11 +83,7 @@ class Shared:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            kernels = self._kernels if self.transform == "forward" else nullcontext
+            kernels = FastKernels if self.transform == "forward" else nullcontext
             known = ClientProgram(self.module, self.settings, augment, kernels)
             self._program = known
         return known
-
-    def _kernels(self) -> FastKernels:
-        # Also in steps without a recording, so that all of a round have the same bits.
-        return FastKernels(recorded=self.checks.recordable)

@@ -323,8 +323,9 @@ class Products(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__
-        if name in ("convolution", "mm", "bmm"):
-            self.found.append((name, *(tuple(leaf.shape) for leaf in args[:2])))
+        if name in ("convolution", "addmm", "baddbmm"):  # of which the last add to a bias
+            first = 0 if name == "convolution" else 1
+            self.found.append((name, *(tuple(leaf.shape) for leaf in args[first : first + 2])))
         return function(*args, **(kwargs or {}))
 
 
@@ -336,8 +337,8 @@ def test_a_shared_backbone_runs_once_for_all_clients_and_each_head_for_its_own()
         evaluate("vectorized", module, models, data, clients=[0, 1, 2])
     assert products.found == [
         ("convolution", (12, 1, 5, 5), (3, 1, 3, 3)),
-        ("mm", (12, 27), (27, 4)),
-        ("bmm", (3, 4, 4), (3, 4, CLASSES)),
+        ("addmm", (12, 27), (27, 4)),
+        ("baddbmm", (3, 4, 4), (3, 4, CLASSES)),
     ]
 
 

@@ -85,13 +85,6 @@ def test_the_clients_of_a_convolution_may_be_on_any_axis(dims: Dims) -> None:
     check(F.conv2d, [draw(*shape) for shape in shapes], dims)
 
 
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers count as wide ones."""
-    monkeypatch.setattr(kernels, "WIDE", 1)
-
-
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)])
 @pytest.mark.parametrize(
@@ -106,7 +99,6 @@ def test_linear_layers(dims: Dims, shape: tuple[int, ...], bias: bool) -> None:
     check(F.linear, [draw(*shape_) for shape_ in shapes[:count]], dims[:count])
 
 
-@pytest.mark.usefixtures("wide")
 def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
     x, w = draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4).requires_grad_()
 
@@ -116,6 +108,44 @@ def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
 
     (grad,) = torch.autograd.grad(torch.vmap(layer)(x, w).sum(), w)
     assert grad.stride() == w.stride()
+
+
+LAYERS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (F.linear, (5, 4), (6, 4)),
+    "convolution": (F.conv2d, (2, 4, 7, 6), (6, 4, 3, 2)),
+    "pooling": (lambda x, w: F.max_pool2d(x * w, 2), (2, 4, 6, 6), ()),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_in_other_transforms_are_those_of_each_client(layer: str) -> None:
+    """A gradient inside of ``vmap``, a ``vmap`` of a ``vmap``, and none."""
+    function, *shapes = LAYERS[layer]
+    x, w = (draw(CLIENTS, *shape) for shape in shapes)
+    two = torch.stack([x, x.flip(0)])
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        with FastKernels():
+            return function(x, w).square().sum()
+
+    each = [torch.func.grad(loss)(w[k], x[k]) for k in range(CLIENTS)]
+    assert torch.allclose(torch.vmap(torch.func.grad(loss))(w, x), torch.stack(each))
+    nested = torch.vmap(torch.vmap(loss), in_dims=(None, 0))(w, two)
+    plain = [[function(row[k], w[k]).square().sum() for k in range(CLIENTS)] for row in two]
+    assert torch.allclose(nested, torch.tensor(plain, dtype=torch.float64))
+
+
+def test_a_layer_that_fails_leaves_vmap_as_it_was() -> None:
+    """The next layer of the same ``vmap`` gives each client's values."""
+    x, w = draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4)
+
+    def layers(x: Tensor, w: Tensor) -> Tensor:
+        with FastKernels():
+            with pytest.raises(RuntimeError, match="size"):
+                F.linear(x, w[:, :3])
+            return F.linear(x, w)
+
+    assert torch.allclose(torch.vmap(layers)(x, w), x @ w.mT)
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -136,7 +166,6 @@ OF_LAYER = {"outputs": (5, 4, 6), "for inputs": (5, 6, 4), "for weights": (6, 5,
 
 
 @pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN for this processor")
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("least", "threads", "large"),
@@ -162,7 +191,6 @@ def test_large_products_of_linear_layers(
     assert seen == [OF_LAYER[which] for which in large for _ in range(CLIENTS)]
 
 
-@pytest.mark.usefixtures("wide")
 def test_products_in_double_precision_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LARGE_OF_MANY", 1)
     monkeypatch.setattr(kernels, "LARGE_IN_THREADS", 1)
@@ -187,7 +215,6 @@ def attention(dims: Dims) -> list[Tensor]:
     return [draw(*(() if dim is None else (CLIENTS,)), *shape) for shape, dim in pairs]
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("dims", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, 0)])
 def test_layers_inside_of_attention(
