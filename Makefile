@@ -33,7 +33,7 @@ demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
 
 quick: env  ## Check the layers and run the quick tests: each method and the core, in a minute
 	$(BIN)/lint-imports --no-cache
-	$(PYTEST) -m quick $(PYTEST_ARGS)
+	$(PYTEST) -m "quick and not slow" $(PYTEST_ARGS)
 
 test: lint types unit  ## Check format, lint, layers and types, then run all but the slow tests
 

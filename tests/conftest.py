@@ -3,9 +3,11 @@
 import gc
 import gzip
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +24,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine", choices=("vectorized", "sequential", "reference"), default="vectorized"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all but some cases of each sweep as slow, unless `-k` says which are wanted."""
+    if config.option.keyword:
+        return
+    for count, cases in sweeps(items):
+        chosen = spread(len(cases), count)
+        for at, item in enumerate(cases):
+            if at not in chosen:
+                item.add_marker("slow")
+
+
+def sweeps(items: Iterable[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]]:
+    """Iterate over the sweeps: how many cases of each run, and its cases but the slow ones."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in found.values():
+        marker = cases[0].get_closest_marker("sweep")
+        assert marker is not None
+        yield marker.args[0], cases
+
+
+def spread(total: int, count: int) -> set[int]:
+    """Choose positions of a list: one of each of as many parts, and always the same.
+
+    By chance, as a fixed distance may be a period of the list, such as one with each engine twice.
+    """
+    chance, count = random.Random(0), min(total, count)
+    ends = [part * total // count for part in range(count + 1)]
+    return {chance.randrange(first, end) for first, end in pairwise(ends)}
 
 
 def pytest_collection_finish() -> None:

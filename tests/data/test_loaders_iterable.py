@@ -94,6 +94,7 @@ class Broken(Stream):
         raise OSError("scan_0042.png is truncated")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_fails_names_its_client(engine: Any, workers: int) -> None:

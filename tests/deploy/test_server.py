@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Methods that can't be deployed, their settings and the reason; every other one must be equal."""
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "method",
     [

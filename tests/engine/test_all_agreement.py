@@ -55,6 +55,7 @@ def test_every_elementwise_optimizer_is_compared() -> None:
 # BatchNorm couples the samples of a batch, so clients with batches of different sizes take their
 # steps in groups; without it, if the step is known to draw no random numbers, they share one padded
 # batch: two paths through the optimizer's state.
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, norm: bool) -> None:
@@ -62,6 +63,7 @@ def test_optimizers(name: str, norm: bool) -> None:
     assert moved(outcome, "head.weight") == [size > 0 for size in SIZES]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize(
     "make",
@@ -82,6 +84,7 @@ MANY = (16, 13, 9, 12, 5, 20, 0, 7)
 8 do, of which one has no sample; where 5 do, 6 do, of which one is done."""
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -173,6 +176,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_trainer_flags(flags: dict[str, Any], norm: bool) -> None:

@@ -118,6 +118,7 @@ NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("make", "transform"), NETWORKS.values(), ids=NETWORKS)
 def test_networks(make: Callable[[], Sequence], transform: str) -> None:
     outcome = compare(make, sequence_clients(), chunk_sizes=(None, 1, 3), transform=transform)

@@ -261,6 +261,7 @@ def require_resumed(
         assert resumed.metrics == whole.metrics, message
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -216,6 +216,7 @@ class Sometimes(Net):
         return loss
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("transform", ["forward", "grad"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("first", [0, 1])
@@ -288,6 +289,7 @@ def test_a_client_continues_its_own_order_after_a_phase_of_steps(chunk_size: int
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chunk_size", [1, 2, 4])
 @pytest.mark.parametrize("steps", [None, 5])
 def test_dropout_under_accumulation(chunk_size: int, steps: int | None) -> None:

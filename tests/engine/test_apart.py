@@ -91,6 +91,7 @@ def by_hand(net: nn.Module, k: int) -> float:
     return total / SIZES[k]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("method", [FedAvg, FedRep], ids=["one model", "models of their own"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_evaluations(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +104,7 @@ def test_evaluations(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert "validation_step with one model" not in run.federation.engine.choices
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_features_of_a_frozen_backbone(name: str, batch_size: int) -> None:

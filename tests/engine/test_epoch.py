@@ -175,6 +175,7 @@ def recordings(make: Callable[[], Any], together: bool) -> int:
     return len(selected._engines["training_step"].whole._recorded)
 
 
+@pytest.mark.sweep(4)
 @ENGINES
 @pytest.mark.parametrize("make", [ReadsEpoch, LogsEpoch, Warms, Turns])
 def test_rounds_share_recordings(make: Callable[[], Any], together: bool) -> None:

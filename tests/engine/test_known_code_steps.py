@@ -124,6 +124,7 @@ def models(run: Fit) -> Tree:
     return {str(number): tree for number, tree in enumerate(run.recorder.servers)}
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(
     ("make", "change"), HONEST, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
 )
@@ -144,6 +145,7 @@ def test_honest_steps_are_replayed(
     assert replays(recorded) > 5
 
 
+@pytest.mark.sweep(4)
 @ENGINES
 @pytest.mark.parametrize(
     ("method", "flags"),
@@ -176,6 +178,7 @@ class Single(ReadsAttribute):
         return super().forward(x.float())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("make", "change"),
     [
@@ -197,6 +200,7 @@ def test_both_engines_agree(make: Any, change: Any) -> None:
         assert recorded.metrics == pytest.approx(reference.metrics, rel=1e-9)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("make", "change"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value))
 )
@@ -217,6 +221,7 @@ def test_steps_that_may_read_more_are_taken(
     assert replays(recorded) == 0
 
 
+@pytest.mark.sweep(3)
 @ENGINES
 @pytest.mark.parametrize("often", [False, True], ids=["rounds", "clients"])
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def assert_same_states(one: States, other: States) -> None:
         assert all(torch.equal(*map(torch.as_tensor, (found[k], expected[k]))) for k in found)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("make", [*NOTED, Skips])
 def test_recorded_steps_measure_what_steps_do(make: type[Measured]) -> None:
@@ -223,6 +224,7 @@ def test_an_accuracy_is_that_of_the_samples() -> None:
     assert len(shares) == 3
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -392,6 +394,7 @@ OTHER += [Copies, GivesNumbers, Collects, InADict, HasWindow, HasItsOwn]
 OTHER += [Branches, Compares, Formats]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("make", OTHER)
 def test_steps_that_do_more_with_objects_are_taken(make: type[Measured]) -> None:
     (recorded, states), (plain, expected) = (run(make, limit) for limit in (99, 0))
@@ -464,6 +467,7 @@ def test_a_resumed_run_measures_the_same(tmp_path: Any) -> None:
 # --- evaluations ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("make", NOTED)
 def test_recorded_evaluations_measure_what_steps_do(make: type[Measured]) -> None:
     found, replays = evaluate(make)
@@ -474,6 +478,7 @@ def test_recorded_evaluations_measure_what_steps_do(make: type[Measured]) -> Non
         assert_trees_close(one.values, other.values)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("make", OTHER)
 def test_evaluations_that_do_more_with_objects_are_taken(make: type[Measured]) -> None:
     found, replays = evaluate(make)

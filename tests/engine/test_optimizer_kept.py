@@ -74,6 +74,7 @@ def test_a_client_goes_on_where_it_was(kind: str, optimizer: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("make", [FedRep, Ditto, FedAvg])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(

@@ -162,6 +162,7 @@ def run(make: Callable[[], Classifier], engine: str) -> Fit:
         return fit(FedAvg(), clients(), make(), 3, engine, val_data=clients())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("clients_at_once")
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_trains_like_one_client_after_another(name: str) -> None:

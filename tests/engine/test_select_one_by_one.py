@@ -65,6 +65,7 @@ def require_same(found: Fit, expected: Fit) -> None:
     assert found.metrics == expected.metrics
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -85,6 +86,7 @@ def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
     require_same(auto, found)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_reference_has_the_same_numbers_without_recordings(name: str, tmp_path: Path) -> None:
     """And a run goes on with recordings that began without, as those of earlier versions did."""

@@ -491,6 +491,7 @@ def test_a_program_has_as_many_clients_as_were_chosen_and_gives_the_same_bits(
     assert torch.equal(drawn, then)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("fastest", "choice"), [(0, "sequential 0"), (2, "forward 2")])
 @pytest.mark.parametrize("later", ["timed", "auto"])
 def test_a_resumed_run_repeats_the_choice_on_another_machine(

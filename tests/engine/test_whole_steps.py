@@ -47,6 +47,7 @@ def replays(outcome: LocalRound) -> int:
     return outcome.engine.whole.used
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "method",
     [

@@ -191,6 +191,7 @@ def test_replayed_steps_are_the_steps(name: str) -> None:
     require_the_steps(FedAvg(local_epochs=3), MODULES[name])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "method",
     [
@@ -291,6 +292,7 @@ def of_fit(run: Fit) -> SequentialEngine:
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("often", [False, True], ids=["each round", "each client"])
 @pytest.mark.parametrize("rates", [(0.4, 0.2), (0.0, 0.5), (0.0, 0.0, 0.0, 0.3)])
 def test_a_rate_that_changes_is_followed(rates: tuple[float, ...], often: bool) -> None:

@@ -64,6 +64,7 @@ def assert_same(recorded: list[LocalRound], plain: list[LocalRound]) -> None:
         assert_trees_equal(found.before, expected.before)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("method", "chunk_size"),
     [

@@ -91,6 +91,7 @@ def run(module: Scheduled, method: Method, engine: str, records: bool = True) ->
     return one, {"server": one.server, "clients": one.recorder.banks[-1]}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("engine", "optimizer", "options"),
     [
@@ -192,6 +193,7 @@ UNLIKE = [[0.3 / (2 + (3 * step + layer) % 7) for step in range(STEPS)] for laye
 ONE = [[0.3 * 0.9**step for step in range(STEPS)]] * 3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rates", [UNLIKE, ONE])
 @pytest.mark.parametrize(
     ("optimizer", "options"),

@@ -114,6 +114,7 @@ def uninterrupted(method: str, engine: str) -> Any:
     return fitted(METHODS[method](), engine, 4)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.quick
 @pytest.mark.parametrize("save", SAVES)
@@ -146,6 +147,7 @@ class Bomb(Callback):
         setattr(self, hook, explode)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize(

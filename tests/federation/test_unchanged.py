@@ -145,6 +145,7 @@ class Cohorts(FederatedCallback):
         self.clients.append(set(round.info.index.tolist()))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 @pytest.mark.parametrize("method", [FedMAP, partial(PFedBayes, kl_weight=1e-3, inner_steps=1)])
 def test_clients_that_have_not_begun_are_evaluated_with_what_they_receive(

@@ -59,6 +59,7 @@ def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> l
     return [size for size in sizes if size != PROBED_CLIENTS]
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_clients_step_together(name: str) -> None:
     make: Callable[[], Any] = PROBLEMS.get(name, {}).get("make_module", small_module)

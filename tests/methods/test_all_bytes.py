@@ -17,6 +17,7 @@ FORMULAS: dict[str, Bytes] = {
 }
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_bytes_are_those_of_the_formula(name: str) -> None:
     case = FORMULAS[name]

@@ -76,6 +76,7 @@ def models_of(method: Method) -> Model:
     return fit(method, small_clients(), small_module(), 3).models
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.twin])
 def test_a_default_is_never_a_no_op(name: str) -> None:
     """A difference far beyond rounding, which is below 1e-12."""

@@ -99,7 +99,7 @@ def test_a_test_file_without_a_case_is_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_engines_agree(name: str) -> None:
-    check_engines_agree(CASES[name], Problem(**PROBLEMS[name]))
+    check_engines_agree(CASES[name], Problem(**PROBLEMS[name]), (2, len(SIZES)))
 
 
 @pytest.mark.slow
@@ -156,6 +156,7 @@ def test_conformance(
     check(CASES[name], problems(name))
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("name", CASES)
 def test_the_sequential_engine_does_not_change_what_was_received(name: str) -> None:
     """It hands methods the rows themselves, where the vectorized engine hands them copies."""

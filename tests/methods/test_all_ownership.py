@@ -36,6 +36,7 @@ def split(
     return parameter_split, method.ownership(parameter_split)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_shared_is_equal_and_all_else_differs(name: str) -> None:
     problem = PROBLEMS.get(name, {})

@@ -47,6 +47,7 @@ def _copy(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.clone()
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_batches_give_what_each_client_gives_alone(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def run(name: str, engine: str) -> tuple[Fit, int]:
     return found, used.whole.used
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", RECORDED)
 def test_replays_have_the_bits_of_steps(

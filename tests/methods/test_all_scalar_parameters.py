@@ -33,6 +33,7 @@ def scaled(*shape: int) -> PersonalizedModule:
     return PersonalizedModule(backbone, nn.Linear(4, 3), lr=0.05).double()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", sorted(set(CASES) - OTHERS))
 def test_a_number_trains_like_a_vector_of_one(name: str) -> None:
     """Two rounds, so that its client state is used."""

@@ -111,6 +111,7 @@ INNER: dict[str, Callable[[], Method]] = {
 GROUPS = ([0, 2], [1, 3, 4])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", INNER)
 def test_a_cluster_is_a_federation_of_its_method(name: str, engine: str) -> None:
     """Samples in their stored order, which doesn't depend on a client's number."""
@@ -154,6 +155,7 @@ def test_a_cluster_without_a_client_in_the_cohort_keeps_its_server(engine: str) 
         assert_trees_equal(after, before)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_conformance_with_another_method(check: Any, engine: str, tmp_path: Path) -> None:
     def make() -> Method:

@@ -38,6 +38,7 @@ def test_there_are_parts_of_every_kind() -> None:
     assert {part.parent.name for part in PARTS} == {"data", "method", "trainer"}
 
 
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("part", PARTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_part_composes_and_the_method_survives(part: Path) -> None:
     cli = compose(part)
@@ -156,6 +157,7 @@ def test_lg_fedavg_shares_the_last_two_layers_in_table_1(
     assert set(layers[-4:]) == set(shared)  # the last two of the network
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("method", TABLE_1)
 def test_a_column_of_table_1_runs_every_other_method(method: str) -> None:
     """The data, the network, and the local epochs: FedRep's of the body; for local, one."""

@@ -124,6 +124,7 @@ def test_the_host_waits_for_nothing_between_a_validation_and_the_next_rounds_tra
     assert all(count > 0 for count in waited(False))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("callbacks", [lambda: [], lambda: [HeadFineTuning(), BestRound()]])
 @pytest.mark.parametrize(
     "method",

@@ -66,6 +66,7 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_masks_are_those_of_the_sequential_engine_for_every_chunking(name: str) -> None:
     compare(NETWORKS[name], image_clients(), chunk_sizes=CHUNKS)

@@ -86,6 +86,7 @@ def _run(
     return found, drawn
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("engine", ["reference", "sequential"])
 @pytest.mark.parametrize("draw", DRAWS)

@@ -86,6 +86,7 @@ def run(module: L.LightningModule, engine: str, method: Any = FedAvg, **options:
         return fit(method(), data, module, ROUNDS, engine, val_data=val, **options)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("engine", ["reference", "sequential", "auto"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_clients_do_not_meet_in_a_buffer_outside_the_model(engine: str) -> None:
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -153,6 +154,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", [FedAvg(), Unmarked()], ids=["whole steps", "gradients"])
 def test_a_recording_follows_the_module(

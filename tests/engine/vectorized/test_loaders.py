@@ -64,6 +64,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_engines_agree(shuffle: bool, flags: dict[str, Any]) -> None:
