@@ -130,6 +130,7 @@ def test_a_barebones_trainer_keeps_no_values(barebones: bool, kept: dict[str, fl
     """As those of a validation that is read late, which no loop collects."""
     flags: Any = {} if barebones else {"logger": False, "enable_checkpointing": False}
     run = L.Trainer(accelerator="cpu", barebones=barebones, **flags)
+    _lightning.send_without_clutter(run, at_end=())
     _lightning.log_directly(run, {"a": 1.0}, prog_bar=["a"])
     assert run.callback_metrics == run.progress_bar_metrics == kept
 
