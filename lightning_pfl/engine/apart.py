@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from inspect import getattr_static
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -87,7 +88,7 @@ def evaluates_apart(
         read = read_by_step(module, "per_sample")
     except UnknownCodeError:
         read = None
-    forwards = tuple(type(part).forward for part in module.modules())
+    forwards = tuple(getattr_static(type(part), "forward") for part in module.modules())
     key = settings_of(module, read), forwards
     found = _FOUND.setdefault(module, Recent(KEPT))
     if key not in found or found[key].round not in (None, round):

@@ -12,6 +12,7 @@ import builtins
 import sys
 from abc import ABCMeta
 from functools import partial
+from inspect import getattr_static
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -612,7 +613,8 @@ def package_of(value: Any) -> str:
 def is_torchs(layer: nn.Module) -> bool:
     """Whether a layer, and what it computes, is torch's or this package's."""
     where = ("torch.nn.modules.", "lightning_pfl.models.")
-    forward = getattr(type(layer).forward, "__module__", None) or ""
+    # Not called where it is a property, as of TorchScript's layers, which a class doesn't have.
+    forward = getattr(getattr_static(type(layer), "forward"), "__module__", None) or ""
     known = type(layer).__module__.startswith(where) and forward.startswith(where)
     return known and "forward" not in vars(layer)
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine import channels_last
-from lightning_pfl.engine.operators import OperatorMode, fastest_product, has_onednn, own_function
+from lightning_pfl.engine.operators import (
+    OperatorMode,
+    fastest_product,
+    has_onednn,
+    own_function,
+    within_transforms,
+)
 from lightning_pfl.engine.pooling import HALVING, MaxPool2x2, pooling_settings
 
 POOLED = 2**16
@@ -44,8 +50,9 @@ class LargePooling(TorchFunctionMode):
 
 def _is_large_pooling(input: Tensor, *args: Any, **kwargs: Any) -> bool:
     plain = input.device.type == "cpu" and input.is_floating_point() and input.is_contiguous()
-    large = input.ndim >= 3 and input.numel() >= POOLED and min(input.shape[-2:]) >= 2
-    return plain and large and pooling_settings(*args, **kwargs) == HALVING
+    large = input.ndim in (3, 4) and input.numel() >= POOLED and min(input.shape[-2:]) >= 2
+    halved = plain and large and pooling_settings(*args, **kwargs) == HALVING
+    return halved and not within_transforms()
 
 
 LARGE = 1_500_000

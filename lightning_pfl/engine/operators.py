@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.nn.modules import module as layers
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,6 +123,14 @@ def beneath_vmap(rule: Callable[..., tuple[Tensor, int]], *args: Any) -> Any:
     finally:
         _functorch.push_dynamic_layer_stack(layer)
     return _functorch._add_batch_dim(out, dim, level)
+
+
+def within_transforms() -> bool:
+    """Whether a transform of ``torch.func`` runs, or gradients are computed with the values.
+
+    A ``torch.autograd.Function`` without rules for them is an error there.
+    """
+    return _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def has_onednn() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HALVING = (2, 2), (2, 2), (0, 0), (1, 1), False
@@ -46,6 +47,11 @@ def _quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def _side_by_side(left: Tensor, right: Tensor) -> Tensor:
+    """Return columns of both by turns."""
+    return torch.stack([left, right], -1).flatten(-2)
+
+
 class MaxPool2x2(torch.autograd.Function):
     """2 x 2 max pooling over the last two axes; the first of equal maxima gets the gradient."""
 
@@ -62,11 +68,16 @@ class MaxPool2x2(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Route each window's gradient to its first maximum."""
         x, left_above, left_below, above = ctx.saved_tensors
-        odd = x.shape[-2] % 2 or x.shape[-1] % 2
-        result = torch.zeros_like(x) if odd else torch.empty_like(x)
-        to_a, to_b, to_c, to_d = _quadrants(result)
+        height, width = x.shape[-2:]
         top = grad * above
         bottom = grad - top
+        if torch.is_grad_enabled():  # another gradient will be taken of this one
+            rows = [_side_by_side(row * left, row * ~left) for row, left in
+                    ((top, left_above), (bottom, left_below))]  # fmt: skip
+            result = torch.stack(rows, -2).flatten(-3, -2)
+            return F.pad(result, (0, width % 2, 0, height % 2))
+        result = torch.zeros_like(x) if height % 2 or width % 2 else torch.empty_like(x)
+        to_a, to_b, to_c, to_d = _quadrants(result)
         torch.sub(top, torch.mul(top, left_above, out=to_a), out=to_b)
         torch.sub(bottom, torch.mul(bottom, left_below, out=to_c), out=to_d)
         return result

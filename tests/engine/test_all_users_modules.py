@@ -17,6 +17,7 @@ from lightning_pfl.core.parameters import ParameterSplit, places
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.testing.fitting import fit
 from lightning_pfl.testing.rounds import local_round
 from tests.engine.nets import compare
 
@@ -301,3 +302,19 @@ def test_dropout_under_accumulation(chunk_size: int, steps: int | None) -> None:
     epochs = None if steps else 3
     method: Callable[[], Any] = lambda: FedAvg(local_epochs=epochs, local_steps=steps)  # noqa: E731
     compare(dropping, clients(), method, (chunk_size,), settings={"accumulate": 2})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("engine", [*ENGINES, "reference"])
+def test_layers_of_torchscript(engine: Any) -> None:
+    """Their class has no `forward` of its own."""
+
+    def models(change: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
+        net.backbone[0] = change(net.backbone[0])  # type: ignore[index, operator]
+        return fit(FedAvg(), clients(), net, 2, engine).models
+
+    scripted, plain = models(torch.jit.script), models(lambda layer: layer)
+    for name, leaf in plain.items():
+        assert torch.allclose(scripted[name], leaf, rtol=1e-12), name

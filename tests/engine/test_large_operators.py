@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_pfl.engine import large_operators
 from lightning_pfl.engine.large_operators import LargeOperators, LargePooling, LargeProducts
@@ -262,6 +263,51 @@ def test_large_windows_have_torchs_maxima_and_gradients(
     x.view(-1)[1] = torch.nan
     (out, _), (expected, _) = (pooled(x, fast=fast, stride=stride) for fast in (True, False))
     assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6, 8), (2, 3, 7, 5)])
+def test_gradients_of_gradients_of_large_windows(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a penalty on a gradient needs them; and those with a graph are those without."""
+    monkeypatch.setattr(large_operators, "POOLED", 1)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def second(fast: bool) -> tuple[Tensor, Tensor]:
+        with LargePooling() if fast else nullcontext():
+            loss = F.max_pool2d(x, 2).pow(3).sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            return grad.detach(), torch.autograd.grad(grad.square().sum(), x)[0]
+
+    for found, expected in zip(second(True), second(False), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def tangent_by_hand(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        found: Tensor = forward_ad.unpack_dual(function(dual)).tangent
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda one: f(one).square().sum())(x),
+        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        lambda f, x: torch.vmap(f)(torch.stack([x, 2 * x])),
+        tangent_by_hand,
+    ],
+    ids=["grad", "jvp", "vmap", "dual numbers"],
+)
+def test_large_windows_in_transforms(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_operators, "POOLED", 1)
+    x = torch.randn(2, 3, 6, 8)
+    expected = transform(lambda one: F.max_pool2d(one, 2), x)
+    with LargePooling():
+        found = transform(lambda one: F.max_pool2d(one, 2), x)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

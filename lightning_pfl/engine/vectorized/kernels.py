@@ -81,7 +81,7 @@ def _conv2d(
     groups: int = 1,
 ) -> Any:
     settings = pair(stride), pair(padding), pair(dilation)
-    plain = groups == 1 and input.ndim == 4 and None not in settings
+    plain = groups == 1 and input.ndim == weight.ndim == 4 and None not in settings
     if not plain or input.device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return NotImplemented
     return beneath_vmap(_convolutions, input, weight, bias, *settings)
@@ -144,7 +144,9 @@ class GroupedConvolution(torch.autograd.Function):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # Mixed precision casts inside of torch's operators, which would be inside of this kernel.
     device = input.device.type
-    if torch.is_autocast_enabled(device) or input.ndim < 2:
+    # torch also takes one output's weights, and biases that aren't one for each output.
+    plain = input.ndim >= 2 and weight.ndim == 2 and (bias is None or bias.ndim == 1)
+    if torch.is_autocast_enabled(device) or not plain:
         return NotImplemented
     return beneath_vmap(_linear_layers, input, weight, bias)
 
@@ -244,7 +246,7 @@ def _attention(
 def _max_pool2d(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     # Without a rule, `vmap` would merge clients into the batch, and copy channels-last memory.
     settings = pooling_settings(*args, **kwargs)
-    if settings is None or input.ndim < 3 or input.device.type != "cpu":
+    if settings is None or input.ndim not in (3, 4) or input.device.type != "cpu":
         return NotImplemented
     return beneath_vmap(_poolings, input, *settings)
 

@@ -110,6 +110,16 @@ def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
     assert grad.stride() == w.stride()
 
 
+@pytest.mark.parametrize("bias", [(), (1,), (1, 6), (5, 6)])
+def test_biases_that_are_not_one_for_each_output(bias: tuple[int, ...]) -> None:
+    tensors = [draw(CLIENTS, *shape) for shape in ((5, 4), (6, 4), bias)]
+    check(F.linear, tensors, (0, 0, 0))
+
+
+def test_weights_of_one_output() -> None:
+    check(F.linear, [draw(CLIENTS, 5, 4), draw(CLIENTS, 4)], (0, 0))
+
+
 LAYERS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "linear": (F.linear, (5, 4), (6, 4)),
     "convolution": (F.conv2d, (2, 4, 7, 6), (6, 4, 3, 2)),
