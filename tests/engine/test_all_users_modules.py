@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pfl.core.parameters import ParameterSplit, places
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.testing.fitting import fit
 from lightning_pfl.testing.rounds import local_round
@@ -307,12 +308,15 @@ def test_dropout_under_accumulation(chunk_size: int, steps: int | None) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 @pytest.mark.parametrize("engine", [*ENGINES, "reference"])
 def test_layers_of_torchscript(engine: Any) -> None:
-    """Their class has no `forward` of its own."""
+    """Their class has no `forward`, and what they compute isn't known to Python."""
 
     def models(change: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         net = Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
         net.backbone[0] = change(net.backbone[0])  # type: ignore[index, operator]
+        if change is torch.jit.script:
+            with pytest.raises(UnknownCodeError, match="ScriptModule"):
+                read_by_step(net, "training_step")
         return fit(FedAvg(), clients(), net, 2, engine).models
 
     scripted, plain = models(torch.jit.script), models(lambda layer: layer)

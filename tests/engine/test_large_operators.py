@@ -330,6 +330,14 @@ def test_other_windows_are_torchs(
         assert torch.equal(a, b)
 
 
+def test_pictures_with_too_many_axes_are_refused_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(large_operators, "POOLED", 1)
+    with LargeOperators(), pytest.raises(RuntimeError, match="3D or 4D"):
+        F.max_pool2d(torch.randn(1, 1, 1, 4, 4), 2)
+
+
 def test_small_windows_and_those_with_positions_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 1, 4, 4)
     monkeypatch.setattr(MaxPool2x2, "apply", Mock(side_effect=AssertionError))

@@ -145,6 +145,22 @@ def test_layers_in_other_transforms_are_those_of_each_client(layer: str) -> None
     assert torch.allclose(nested, torch.tensor(plain, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes", "match"),
+    [
+        (F.conv2d, [(2, 4, 7, 6), (6, 4, 3)], "to match the convolution dimensions"),
+        (lambda x: F.max_pool2d(x, 2), [(1, 2, 4, 6, 6)], None),
+    ],
+    ids=["convolution", "pooling"],
+)
+def test_tensors_of_other_shapes_are_refused_by_torch(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], match: str | None
+) -> None:
+    tensors = [draw(CLIENTS, *shape) for shape in shapes]
+    with FastKernels(), pytest.raises(RuntimeError, match=match):
+        torch.vmap(function)(*tensors)
+
+
 def test_a_layer_that_fails_leaves_vmap_as_it_was() -> None:
     """The next layer of the same ``vmap`` gives each client's values."""
     x, w = draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4)
