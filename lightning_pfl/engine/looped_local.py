@@ -92,7 +92,6 @@ class LoopedLocalStep(SequentialLocalStep):
             )
         model = self.bound.bind(model)
         for number, minibatch in batch:
-            self._rereading.read(minibatch, minibatch)
             with self._looped(number, minibatch) as (ready, found):
                 found += [self.loop.gradient(ready, number)]
             self.last = number, found[0]

@@ -34,7 +34,6 @@ from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
 from lightning_pfl.engine.optimizer_options import why_not_elementwise
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.recording import NotRecordableError
-from lightning_pfl.engine.safety.rereading import Rereading
 from lightning_pfl.engine.safety.snapshot import metric_objects, restore, snapshot
 from lightning_pfl.engine.steps import split_draws
 from lightning_pfl.engine.terms import Term, split_terms
@@ -129,7 +128,6 @@ class SequentialLocalStep:
         self.metrics: dict[str, Metric] = {}
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
-        self._rereading = Rereading()
 
     def begin(
         self,
@@ -236,7 +234,7 @@ class SequentialLocalStep:
         minibatches, keys = given
         self.optimizer.place(tree["optimizer"], tree["rates"])
         self.prefix.moved(tree["state"])
-        self._begin_step()
+        self._logged = self.active.phase.data == "public"
         logs, self.logs = self.logs, ListedLogs(self.program.log)
         pairs = list(zip(numbers, minibatches, strict=True))
         batch = split_draws(pairs, self.active.phase.batches_per_step)
@@ -313,12 +311,8 @@ class SequentialLocalStep:
         if self._schedule is not None:
             self.optimizer.at(self.step)
 
-    def _begin_step(self) -> None:
-        self._logged = self.active.phase.data == "public"
-        self._rereading.begin()
-
     def _count_step(self) -> None:
-        self._begin_step()
+        self._logged = self.active.phase.data == "public"
         self.step += 1
         if not self.active.phase.evaluate_only:
             self.random.new_step()
@@ -351,7 +345,6 @@ class SequentialLocalStep:
         total: Model = {}
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
-            self._rereading.read(samples_of(minibatch), samples_of(minibatch))
             plain = term is None
             with self._metrics_kept(self._logged), self.random.of(number, plain) as key:
                 if term is None:

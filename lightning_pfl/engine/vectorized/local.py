@@ -23,7 +23,6 @@ from lightning_pfl.engine.feature_cache import PrefixCache
 from lightning_pfl.engine.logs import ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.safety.rereading import Rereading
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Repeated, Traces
 from lightning_pfl.engine.travel import Travel
@@ -79,7 +78,6 @@ class VectorizedLocalStep:
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
-        self._rereading = Rereading()
         self._calls: dict[str, int] = {}
         self.whole: Repeated[Any] | None = None
 
@@ -93,7 +91,6 @@ class VectorizedLocalStep:
         # Public samples may have no labels that a loss or an accuracy could mean.
         self._tick, self._logged, self.step = tick, self.active.phase.data == "public", step
         self._calls.clear()
-        self._rereading.begin()
 
     def train(self, model: Model, batch: list[Minibatch]) -> Model:
         """Step each client's optimizer on its gradient."""
@@ -259,9 +256,7 @@ class VectorizedLocalStep:
         materialize(fixed, self.program.throwaway)
         # The cached features may not belong to a method's second model.
         cached = minibatch.features is not None and self.prefix.fits(model)
-        samples = minibatch.data if cached else minibatch.samples()
-        self._rereading.read(minibatch, samples)
-        inputs = self._inputs(minibatch, samples)
+        inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
         if cached:
             inputs["features"] = minibatch.features
 
