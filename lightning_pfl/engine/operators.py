@@ -110,16 +110,16 @@ def beneath_vmap(rule: Callable[..., tuple[Tensor, int]], *args: Any) -> Any:
         else None
         for arg in args
     ]
-    if all(dim is None for dim in dims):
-        return NotImplemented
     plain = [
         arg if dim is None else _functorch.get_unwrapped(arg)
         for arg, dim in zip(args, dims, strict=True)
     ]
-    (size, *_) = [arg.shape[dim] for arg, dim in zip(plain, dims, strict=True) if dim is not None]
+    sizes = [arg.shape[dim] for arg, dim in zip(plain, dims, strict=True) if dim is not None]
+    if not sizes:
+        return NotImplemented
     layer = _functorch.pop_dynamic_layer_stack()
     try:
-        out, dim = rule(size, dims, *plain)
+        out, dim = rule(sizes[0], dims, *plain)
     finally:
         _functorch.push_dynamic_layer_stack(layer)
     return _functorch._add_batch_dim(out, dim, level)
