@@ -35,7 +35,9 @@ quick: env  ## Check the layers and run the quick tests: each method and the cor
 	$(BIN)/lint-imports --no-cache
 	$(PYTEST) -m "quick and not slow" $(PYTEST_ARGS)
 
-test: lint types unit  ## Check format, lint, layers and types, then run all but the slow tests
+# The types, which one process checks for a minute, are checked beside the first tests.
+test: lint  ## Check format, lint, layers and types, and run all but the slow tests
+	$(MAKE) --no-print-directory --jobs=2 types unit
 
 slow: env  ## Run the slow tests: processes, kills, experiments, all methods with the other engine
 	$(PYTEST) --dist loadgroup -m slow $(PYTEST_ARGS)
