@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_pfl.contract.records import Evaluation
@@ -27,6 +27,7 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import evaluation as together
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit, quiet, quiet_trainer
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
 from lightning_pfl.trainer.strategy import FederatedStrategy
@@ -210,6 +211,55 @@ def test_honest_steps_of_many_clients_are_replayed(
     assert none == 0
     assert_same(found, expected)
     assert replays > 5
+
+
+class Scaled(PersonalizedModule):
+    """Reads a setting that changes between evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(25, 6), nn.ReLU()), nn.Linear(6, 4))
+        self.scale = 1.0
+
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(inputs) * self.scale
+
+
+class Shouts(Scaled):
+    """Its code isn't known."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        print(end="")
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(("kind", "replayed"), [(Scaled, 3 * 2 * 2), (Shouts, 0)])
+def test_means_of_samples_are_replayed(
+    kind: type[Scaled], replayed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of padded minibatches too.
+
+    With each of two settings there are five evaluations of two chunks, one wider than the other. A
+    chunk is taken once, recorded once, and replayed three times.
+    """
+    monkeypatch.setattr(together, "samples_at_once", lambda data: 2 * max(SIZES))
+    torch.manual_seed(0)
+    module, data = kind().double(), image_clients(SIZES)
+    module.trainer = quiet_trainer(FederatedStrategy(FedAvg()), EVALUATIONS)
+    engine = VectorizedEngine(module.eval(), ParameterSplit(module), EngineSettings())
+    for number in range(10):
+        module.scale = 1.0 + number // 5
+        stacked = models(module, number)
+        work = EvaluationWork(stacked, torch.arange(len(SIZES)), data, "validation_step")
+        found = engine.evaluate(work).values
+        for client in filter(SIZES.__getitem__, range(len(SIZES))):
+            inputs, labels = data.gather(data.indices[client])
+            model = {name: leaf[client] for name, leaf in stacked.items()}
+            output = functional_call(module, model, (inputs,))
+            hits = output.argmax(1).eq(labels).double().mean()
+            expected = {"val_loss": F.cross_entropy(output, labels), "val_acc": hits}
+            assert_trees_close({name: found[name][client] for name in found}, expected)
+        assert found["val_loss"][SIZES.index(0)].isnan()
+    assert engine._evaluation._steps["validation_step"].traces.used == replayed
 
 
 @pytest.mark.parametrize(

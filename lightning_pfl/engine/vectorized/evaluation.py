@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class VectorizedEvaluation:
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         step, per_sample = work.step, self._per_sample_alone(work)
-        recorded = None if per_sample or step not in STAGES else self._step(step)
+        recorded = self._step(step) if step in STAGES else None
         self.program = self._program(work, recorded)
         width = self._width(work, per_sample)
         known = per_sample and is_unmodified(self.module)
@@ -162,7 +163,7 @@ class VectorizedEvaluation:
             self.program.capturing(step),
             found.metrics.deferring(),
         ):
-            replayed = self._look(work, recorded, found.metrics)
+            replayed = self._look(work, recorded, per_sample, found.metrics)
             for positions in self._chunks(work, width):
                 # What a step of the package's has left alone in all chunks once, it leaves alone.
                 trusted = known and checked and quiet and step in self.quiet
@@ -181,19 +182,20 @@ class VectorizedEvaluation:
                     hooked = on_clients(positions.tolist()) is not False
                     if hooked and recorded is not None:
                         recorded.checks.look_after_hooks(recorded.traces)
-                        replayed = self._look(work, recorded, found.metrics)
+                        replayed = self._look(work, recorded, per_sample, found.metrics)
         self.quiet[step] = quiet and known
         return found.evaluation(self.program.log)
 
     def _look(
-        self, work: EvaluationWork, step: _Step | None, metrics: ClientMetrics
+        self, work: EvaluationWork, step: _Step | None, per_sample: bool, metrics: ClientMetrics
     ) -> _Step | None:
         """Return a step if it may be replayed, by what its code reads of the module now."""
         if step is None or not (step.checks.known and self._gathers(work.data)):
             return None
         if metrics.objects:
             return None
-        step.traces.enter((work.dataloader_idx, step.checks.settings(any_epoch=True)))
+        settings = step.checks.settings(any_epoch=True)
+        step.traces.enter((work.dataloader_idx, per_sample, settings))
         return step
 
     def _chunk(
@@ -316,7 +318,9 @@ class VectorizedEvaluation:
         part = models if tick.rows is None else rows(models, tick.rows)
         minibatch = tick.minibatches[0]
         if per_sample:
-            return None, self._per_sample(part, minibatch, STAGES[step])
+            means = partial(self._per_sample, STAGES[step])
+            given = part, minibatch.data, minibatch.mask
+            return None, means(*given) if replayed is None else replayed.traces.run(means, *given)
         if replayed is None:
             return self._run_step(part, minibatch, minibatch.number, step, metrics)
         traces, log = replayed.traces, self.program.log
@@ -331,8 +335,10 @@ class VectorizedEvaluation:
         log.replayed(way)
         return None, values
 
-    def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
-        values, mask = self._vmap(models, minibatch.data, self.program.per_sample), minibatch.mask
+    def _per_sample(
+        self, stage: str, models: Model, data: Any, mask: Tensor | None
+    ) -> dict[str, Tensor]:
+        values = self._vmap(models, data, self.program.per_sample)
         for name in values:  # as in the step
             key = f"{stage}_{name}"
             self.program.log.options.setdefault(key, LogOptions(key in self.module.shown))
