@@ -88,7 +88,7 @@ def compare(
     make_module: Callable[[], Any],
     data: Any,
     make_method: Callable[[], Method] = lambda: FedAvg(local_epochs=2),
-    chunk_sizes: Iterable[int | None] = (None, 2),
+    chunk_sizes: Iterable[int | None] = (3,),
     rtol: float = 1e-10,
     settings: dict[str, Any] | None = None,
     clients: Sequence[int] | None = None,
@@ -96,6 +96,8 @@ def compare(
     **options: Any,
 ) -> LocalRound:
     """Run a round with an engine and the reference, require equal results, and return the latter's.
+
+    By default in chunks of three clients, so that there are several of several.
 
     Everything that leaves the engine is compared: uploads, client states, logged values, losses and
     the server after them.

@@ -80,8 +80,7 @@ def losses(net: Any, models: Tree, data: FederatedTensorDataset) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize(("engine", "chunk"), [("vectorized", 3), ("sequential", None)])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("name", MODULES)
 def test_it_is_the_loss_of_eval_mode(

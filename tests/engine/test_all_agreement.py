@@ -25,7 +25,8 @@ from lightning_pfl.methods import (
 from lightning_pfl.methods.base import LocalStep, Method
 from tests.engine.nets import SIZES, cnn, compare, image_clients, moved
 
-ALL_CHUNKS = range(1, len(SIZES) + 2)
+CHUNKS = (1, 2, 3, len(SIZES) + 1)
+"""One client, pairs of which one is left, unequal chunks, and room for more than there are."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
@@ -76,7 +77,7 @@ def test_optimizers(name: str, norm: bool) -> None:
     ids=["FedAvg", "FedBN", "FedProx", "FedRep"],
 )
 def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
-    compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS)
+    compare(lambda: cnn(norm), image_clients(), make, CHUNKS)
 
 
 MANY = (16, 13, 9, 12, 5, 20, 0, 7)
@@ -151,11 +152,11 @@ class TwoSteps(Method):
 
 def test_several_updates_in_a_step() -> None:
     """Adam counts its steps: each group of clients must see its own count."""
-    compare(lambda: cnn(optimizer=OPTIMIZERS["Adam"]), image_clients(), TwoSteps, ALL_CHUNKS)
+    compare(lambda: cnn(optimizer=OPTIMIZERS["Adam"]), image_clients(), TwoSteps, (1, 3))
 
 
 def test_order_of_the_cohort_does_not_matter() -> None:
-    compare(cnn, image_clients(), clients=[3, 1, 0, 2], chunk_sizes=range(1, 6))
+    compare(cnn, image_clients(), clients=[3, 1, 0, 2], chunk_sizes=(2, 3))
 
 
 @pytest.mark.parametrize("norm", [True, False])

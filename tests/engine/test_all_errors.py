@@ -498,11 +498,16 @@ class PenalisedByFunction(Classifier):
 @pytest.mark.parametrize("engine", ["reference", *ENGINES])
 @pytest.mark.parametrize("method", [FedMAP(), IFCA(2)], ids=["FedMAP", "IFCA"])
 def test_gradients_in_steps_whose_losses_are_measured(method: Method, engine: Any) -> None:
-    """By the way that the error names; FedAvg measures none, and takes both."""
+    """By the way that the error names."""
     with pytest.raises(ClientError, match=r"also measures its loss.* Use `torch.func.grad`"):
         fit(method, clients(), Penalised(), 2, engine)
     found = fit(method, clients(), PenalisedByFunction(), 2, engine)
     assert all(leaf.isfinite().all() for leaf in found.models.values())
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+def test_gradients_in_steps_whose_losses_are_not_measured(engine: Any) -> None:
+    """FedAvg measures none, and takes both."""
     one, other = (
         fit(FedAvg(), clients(), make(), 2, engine).models
         for make in (Penalised, PenalisedByFunction)

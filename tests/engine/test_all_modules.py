@@ -121,7 +121,7 @@ NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(("make", "transform"), NETWORKS.values(), ids=NETWORKS)
 def test_networks(make: Callable[[], Sequence], transform: str) -> None:
-    outcome = compare(make, sequence_clients(), chunk_sizes=(None, 1, 3), transform=transform)
+    outcome = compare(make, sequence_clients(), chunk_sizes=(1, 3), transform=transform)
     assert moved(outcome, "out.weight") == [size > 0 for size in SIZES]
 
 
@@ -206,7 +206,7 @@ def test_tied_weights_stay_one_parameter() -> None:
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_scalar_parameters(batch_size: int, settings: dict[str, Any], adam: bool) -> None:
     data, make = sequence_clients(batch_size), ScalarWithAdam if adam else Scalar
-    outcome = compare(make, data, chunk_sizes=(None, 1, 2), settings=settings)
+    outcome = compare(make, data, chunk_sizes=(1, None), settings=settings)
     assert moved(outcome, "temperature") == [size > 0 for size in SIZES]
     assert outcome.server["model"]["temperature"].shape == ()
 
@@ -224,7 +224,7 @@ def test_unreached_parameters_under_the_gradient_transform() -> None:
 
 
 def test_two_parameter_groups() -> None:
-    compare(TwoGroups, sequence_clients(), chunk_sizes=(None, 1, 2))
+    compare(TwoGroups, sequence_clients())
 
 
 def test_each_group_has_its_own_learning_rate() -> None:

@@ -86,6 +86,7 @@ def plain(module: Skips, start: dict[str, Tensor], client: int, accumulate: int)
     return alone.state_dict(), total / samples if samples else float("nan")
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

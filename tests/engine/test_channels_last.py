@@ -231,7 +231,7 @@ def run(method: Method, module: Any, limit: int = 99, record: bool = True) -> Lo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "LIMIT", limit)
         patch.setattr(trace, "WARM_UP", 1)
-        data = image_clients((9, 0, 12, 13, 8), dtype=torch.float32)
+        data = image_clients((9, 0, 8, 13), dtype=torch.float32)
         return local_round(method, module, data, "sequential", record=record)
 
 
@@ -248,7 +248,7 @@ def run(method: Method, module: Any, limit: int = 99, record: bool = True) -> Lo
 def test_replayed_steps_are_the_steps(method: Method) -> None:
     recorded, plain = (run(method, network(), limit) for limit in (99, 0))
     assert isinstance(recorded.engine, SequentialEngine)
-    assert recorded.engine.whole.used > 10
+    assert recorded.engine.whole.used > 5
     assert_rounds_equal(recorded, plain)
 
 
@@ -281,12 +281,12 @@ def test_a_resumed_run_ends_with_the_same_bits(
     monkeypatch.setattr(channels_last, "_placed", placed)
 
     def end(rounds: int, **settings: Any) -> Fit:
-        data = image_clients((9, 4, 12, 13, 8), dtype=torch.float32)
+        data = image_clients((9, 4, 13), dtype=torch.float32)
         return fit(SCAFFOLD("II"), data, network(), rounds, engine="sequential", **settings)
 
-    whole = end(4, val_data=image_clients((9, 4, 12, 13, 8), dtype=torch.float32))
+    whole = end(3, val_data=image_clients((9, 4, 13), dtype=torch.float32))
     assert any(noted)
-    resumed = end(4, ckpt_path=end(2).save(tmp_path / "begun.ckpt"))
+    resumed = end(3, ckpt_path=end(1).save(tmp_path / "begun.ckpt"))
     for got, want in (
         (resumed.server, whole.server),
         (resumed.client_state, whole.client_state),
@@ -300,7 +300,7 @@ def test_a_view_of_a_convolution_has_the_bits_of_the_readable_engine() -> None:
         run(FedAvg(local_epochs=2), network(Viewed), record=r) for r in (True, False)
     )
     assert isinstance(found.engine, SequentialEngine)
-    assert found.engine.whole.used > 10
+    assert found.engine.whole.used > 5
     assert_rounds_equal(found, readable)
 
 

@@ -47,7 +47,7 @@ from tests.engine.users_steps import (
     set_scale,
 )
 
-EVALUATIONS = 5
+EVALUATIONS = 3
 HERE: Any = sys.modules[__name__]
 SIZES = (16, 0, 10, 20, 16)
 
@@ -199,11 +199,11 @@ def test_honest_steps_of_many_clients_are_replayed(
     make: Any, change: Any, often: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits of steps that are watched, wherever these run for many clients at once."""
-    monkeypatch.setattr(HERE, "EVALUATIONS", 12)
+    monkeypatch.setattr(HERE, "EVALUATIONS", 6)
 
     def seldom(module: Any, number: int) -> None:
         """Change something after the first of three chunks, then after the second and so on."""
-        if number % (10 if often else 3) == 1:
+        if number % (7 if often else 3) == 1:
             change(module, number)
 
     expected, none = evaluate(make, seldom, often, record=False, at_once=True)

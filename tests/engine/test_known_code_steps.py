@@ -7,7 +7,6 @@ clients. A run that records must end with the bits of one that doesn't, and repl
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +44,7 @@ from tests.engine.users_steps import (
     with_unknown_layer,
 )
 
-ROUNDS = 4
+ROUNDS = 3
 SLOW = pytest.mark.slow
 ENGINES = pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
 
@@ -86,6 +85,7 @@ def train(
     sizes: tuple[int, ...] = (8, 8, 8, 8),
     method: Method | None = None,
     engine: str = "auto",
+    rounds: int = ROUNDS,
     **options: Any,
 ) -> Fit:
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def train(
             FedAvg(local_epochs=2) if method is None else method,
             image_clients(sizes),
             make(),
-            ROUNDS,
+            rounds,
             engine,
             callbacks=[Changing(change, often)],
             options={"chunk_size": 2},
@@ -124,7 +124,8 @@ def models(run: Fit) -> Tree:
     return {str(number): tree for number, tree in enumerate(run.recorder.servers)}
 
 
-@pytest.mark.sweep(24)
+# Evaluations of all of them are in test_known_code_evaluations.py.
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("make", "change"), HONEST, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
 )
@@ -230,7 +231,7 @@ def test_steps_that_may_read_more_are_taken(
 def test_a_step_is_recorded_while_it_is_known(
     make: Any, change: Any, often: bool, together: bool
 ) -> None:
-    options = {"change": change, "often": often}
+    options = {"change": change, "often": often, "rounds": 4}
     recorded, plain = (train(make, together, limit=limit, **options) for limit in (99, 0))
     assert replays(recorded) > 5
     assert_same(recorded, plain)
@@ -261,13 +262,13 @@ def test_what_a_step_prints_is_printed_in_each(capsys: pytest.CaptureFixture[str
 @ENGINES
 def test_a_resumed_run_ends_with_the_same_bits(together: bool, tmp_path: Any) -> None:
     def run(rounds: int, path: Any = None) -> Fit:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules[__name__], "ROUNDS", rounds)
-            return train(Logs, together, lambda module, _: set_logs(module, 1), ckpt_path=path)
+        def change(module: Any, _: int) -> None:
+            set_logs(module, 1)
 
-    whole = run(5)
-    checkpoint = run(2).save(tmp_path / "last.ckpt")
-    resumed = run(5, checkpoint)
+        return train(Logs, together, change, rounds=rounds, ckpt_path=path)
+
+    whole = run(3)
+    resumed = run(3, run(1).save(tmp_path / "last.ckpt"))
     assert_trees_equal(resumed.server, whole.server)
     assert_trees_equal(resumed.client_state, whole.client_state)
     assert resumed.metrics == whole.metrics

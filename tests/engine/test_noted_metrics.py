@@ -174,12 +174,12 @@ def run(make: Callable[[], Any], limit: int, **options: Any) -> tuple[Any, State
     kept = States()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.engine.test_known_code_steps.Changing", lambda *_: kept)
-        given: dict[str, Any] = {"sizes": SIZES, "together": False, **options}
+        given: dict[str, Any] = {"sizes": SIZES, "together": False, "rounds": 2, **options}
         return train(make, limit=limit, **given), kept
 
 
 def assert_same_states(one: States, other: States) -> None:
-    assert len(one.found) == len(other.found) > 10
+    assert len(one.found) == len(other.found) > 5
     assert any(one.found)
     for found, expected in zip(one.found, other.found, strict=True):
         assert found.keys() == expected.keys()
@@ -434,14 +434,14 @@ class Single(Measured):
 
 
 class DrawsLate(Measured):
-    """Its layer draws from the third round on."""
+    """Its layer draws from the second round on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone.append(nn.Dropout(0.0))
 
     def on_train_epoch_start(self) -> None:
-        self.backbone[-1].p = 0.5 if self.current_epoch > 1 else 0.0
+        self.backbone[-1].p = 0.5 if self.current_epoch else 0.0
 
 
 def test_a_client_that_is_trained_once_more_is_counted_once() -> None:
@@ -457,8 +457,8 @@ def test_a_resumed_run_measures_the_same(tmp_path: Any) -> None:
         data = image_clients(SIZES)
         return fit(FedAvg(), data, Several(), rounds, "sequential", ckpt_path=path)
 
-    whole = run(4)
-    resumed = run(4, run(2).save(tmp_path / "last.ckpt"))
+    whole = run(3)
+    resumed = run(3, run(1).save(tmp_path / "last.ckpt"))
     assert replays(resumed) > 5
     assert resumed.metrics == whole.metrics
     assert {"f1", "auroc", "seen"} <= whole.metrics.keys()

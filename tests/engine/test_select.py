@@ -159,7 +159,7 @@ def run(make: Callable[[], Classifier], engine: str) -> Fit:
     with pytest.MonkeyPatch.context() as patch:
         # So few clients of unequal sizes would be faster one after another.
         patch.setattr(cost, "PROGRAM", 0.0)
-        return fit(FedAvg(), clients(), make(), 3, engine, val_data=clients())
+        return fit(FedAvg(), clients(), make(), 2, engine, val_data=clients())
 
 
 @pytest.mark.sweep(4)

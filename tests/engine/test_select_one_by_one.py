@@ -31,16 +31,16 @@ METHODS: dict[str, Any] = {
 def clients(dtype: torch.dtype) -> FederatedTensorDataset:
     """Clients with short last minibatches, and one without a whole one."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, WIDTH, generator=generator).to(dtype)
-    y = torch.randint(3, (200,), generator=generator)
-    indices = torch.arange(200).split([60, 45, 8, 87])
+    x = torch.randn(120, WIDTH, generator=generator).to(dtype)
+    y = torch.randint(3, (120,), generator=generator)
+    indices = torch.arange(120).split([40, 25, 8, 47])
     return FederatedTensorDataset((x, y), indices, batch_size=BATCH, shuffle=True)
 
 
 def run(
     method: Method,
     engine: str,
-    rounds: int = 4,
+    rounds: int = 3,
     dtype: torch.dtype = torch.float32,
     ckpt_path: Path | None = None,
 ) -> Fit:
@@ -77,7 +77,7 @@ def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
     found = run(made(), "sequential")
     assert found.strategy.federation.engine.choices["training_step"] == "sequential (as asked)"
     assert replays(found) > 0
-    path = run(made(), "sequential", rounds=2).save(tmp_path / "half.ckpt")
+    path = run(made(), "sequential", rounds=1).save(tmp_path / "half.ckpt")
     require_same(run(made(), "sequential", ckpt_path=path), found)
     for name in ("training_estimate", "evaluation_estimate"):  # as for a large network
         monkeypatch.setattr(Probe, name, lambda *_: Estimate(1e9, pays=False))
@@ -95,7 +95,7 @@ def test_the_reference_has_the_same_numbers_without_recordings(name: str, tmp_pa
     choice = expected.strategy.federation.engine.choices["training_step"]
     assert choice == "sequential (as asked, without recordings)"
     assert replays(expected) == 0
-    path = run(made(), "reference", 2, double).save(tmp_path / "half.ckpt")
+    path = run(made(), "reference", 1, double).save(tmp_path / "half.ckpt")
     for found in (
         run(made(), "sequential", dtype=double),
         run(made(), "sequential", dtype=double, ckpt_path=path),

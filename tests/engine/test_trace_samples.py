@@ -36,7 +36,7 @@ def test_samples_of_dataloaders_may_require_gradients(engine: str, tmp_path: Pat
     """Each step is taken, with the same result, also after a resume."""
     data = image_clients((8, 8, 5))
 
-    def trained(asks: bool, engine: str, rounds: int = 4, path: Path | None = None) -> Fit:
+    def trained(asks: bool, engine: str, rounds: int = 3, path: Path | None = None) -> Fit:
         loaders = [
             DataLoader(AskingForGradients(data, client, asks), batch_size=4, shuffle=True)
             for client in range(3)

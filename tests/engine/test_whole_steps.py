@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 def run(method: Method, module: Any, limit: int = 99, **options: Any) -> LocalRound:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "LIMIT", limit)
-        data = image_clients((9, 0, 12, 13, 8))
+        data = image_clients((9, 0, 8, 13))
         return local_round(method, module, data, "sequential", **options)
 
 
@@ -66,7 +66,7 @@ def replays(outcome: LocalRound) -> int:
 )
 def test_replayed_steps_are_the_steps(method: Method) -> None:
     recorded, plain = (run(method, cnn(), limit) for limit in (99, 0))
-    assert replays(recorded) > 10
+    assert replays(recorded) > 5
     assert replays(plain) == 0
     assert_rounds_equal(recorded, plain)
 
@@ -85,7 +85,7 @@ def test_a_step_that_writes_to_its_minibatch_is_replayed() -> None:
         return HalvesInputs(layers.backbone, layers.head, lr=0.1, num_classes=CLASSES)
 
     recorded, plain = (run(FedAvg(local_epochs=2), module(), limit) for limit in (99, 0))
-    assert replays(recorded) > 10
+    assert replays(recorded) > 5
     assert_rounds_equal(recorded, plain)
 
 
@@ -429,7 +429,7 @@ def test_gradients_of_slices_are_those_of_the_steps(method: Method) -> None:
     torch.manual_seed(0)
     module = PersonalizedModule(Attending(), nn.Linear(5, CLASSES), lr=0.1).double()
     recorded, plain = (run(method, module, limit) for limit in (99, 0))
-    assert replays(recorded) > 10
+    assert replays(recorded) > 5
     assert_rounds_equal(recorded, plain)
 
 

@@ -20,7 +20,7 @@ from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_equal
 from tests.engine.nets import CLASSES, image_clients
 
-ROUNDS = 4
+ROUNDS = 3
 SIZES = (8, 8, 8)
 
 
@@ -75,9 +75,9 @@ SAME = [[0.1] * (ROUNDS + 1)] * 3
 ALIKE = [[0.1 * 0.7**number for number in range(ROUNDS + 1)]] * 3
 # Two of three layers have one rate, by turns, so that they are stepped as one.
 BY_TURNS = [
-    [0.1, 0.1, 0.3, 0.2, 0.1],
-    [0.1, 0.2, 0.3, 0.2, 0.2],
-    [0.2, 0.2, 0.1, 0.2, 0.3],
+    [0.1, 0.1, 0.3, 0.1],
+    [0.1, 0.2, 0.3, 0.2],
+    [0.2, 0.2, 0.1, 0.3],
 ]
 
 

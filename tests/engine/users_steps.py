@@ -579,7 +579,7 @@ class LogsEpoch(Plain):
 
 class Warms(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * min(1.0, (self.current_epoch + 1) / 3)
+        return loss * min(1.0, (self.current_epoch + 1) / 2)
 
 
 class Anneals(Plain):
@@ -591,7 +591,7 @@ class Anneals(Plain):
 
 class Begins(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
-        return 2 * loss if 0 < self.current_epoch < 3 else loss
+        return 2 * loss if 0 < self.current_epoch < 2 else loss
 
 
 class Turns(Plain):

@@ -68,7 +68,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_engines_agree(shuffle: bool, flags: dict[str, Any]) -> None:
-    compare(cnn, loaders(shuffle), chunk_sizes=(1, 2, None), settings=flags)
+    compare(cnn, loaders(shuffle), chunk_sizes=(1, 3), settings=flags)
 
 
 def test_steps_cycle_through_a_loader() -> None:
@@ -143,7 +143,7 @@ def from_dict() -> FromDict:
 @pytest.mark.parametrize("own_generator", [True, False])
 def test_random_transforms_and_collate(own_generator: bool) -> None:
     data = jittered_loaders(own_generator)
-    compare(from_dict, data, chunk_sizes=range(1, len(SIZES) + 2))
+    compare(from_dict, data, chunk_sizes=(1, 3))
 
 
 def run(round: int = 0, seed: int = 0, own_generator: bool = False) -> LocalRound:
