@@ -6,13 +6,15 @@ oneDNN runs two to four times faster on channels-last memory; its gradient of th
 fifteen times longer than a sum. So does torch's max pooling, longer than three elementwise maxima,
 unless it runs on channels-last memory, too, where it takes half of their time. The gradient of a
 linear layer's weights has their memory layout, which the fused optimizers need, instead of the
-transposed one. The corrections are for the padding of embeddings, means of whole pictures, classes
-that are out of range and BatchNorm in mixed precision.
+transposed one. A loss of classes is one operator, of all clients' samples, instead of a comparison,
+a choice and a gather, on a GPU too. The corrections are for the padding of embeddings, means of
+whole pictures, classes that are out of range and BatchNorm in mixed precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -323,13 +325,59 @@ def _embedding(
     return torch.where(padding, out.detach(), out)
 
 
+# --- losses of classes ---
+
+
+def _loss_of_classes(
+    loss: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float | None = None,
+) -> Any:
+    """Compute a loss of indices of classes, without torch's batching rule of many operators."""
+    usual = weight is size_average is reduce is None and reduction in ("none", "mean", "sum")
+    usual &= input.ndim == 2 and target.ndim == 1 and not target.is_floating_point()
+    # Mixed precision casts inside of torch's operators.
+    if not usual or torch.is_autocast_enabled(input.device.type):
+        return NotImplemented
+    if label_smoothing:
+        loss = partial(loss, label_smoothing=label_smoothing)
+    return beneath_vmap(_losses, input, target, loss, ignore_index, reduction)
+
+
+def _losses(
+    clients: int,
+    dims: Sequence[int | None],
+    x: Tensor,
+    target: Tensor,
+    loss: Callable[..., Tensor],
+    ignored: int,
+    reduction: str,
+) -> tuple[Tensor, int]:
+    """Compute the losses of all clients' samples at once."""
+    x, target = _rows(x, dims[0], clients), _rows(target, dims[1], clients)
+    each = loss(x.flatten(0, 1), target.flatten(), ignore_index=ignored, reduction="none")
+    each = each.view(target.shape)
+    if reduction == "none":
+        return each, 0
+    total = each.sum(1)
+    return total if reduction == "sum" else total / target.ne(ignored).sum(1), 0
+
+
 _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
     F.batch_norm: _batch_norm,
     F.conv2d: _conv2d,
+    F.cross_entropy: partial(_loss_of_classes, F.cross_entropy),
     F.embedding: _embedding,
     F.linear: _linear,
     F.max_pool2d: _max_pool2d,
+    F.nll_loss: partial(_loss_of_classes, F.nll_loss),
     F.one_hot: one_hot,
     F.scaled_dot_product_attention: _attention,
 }

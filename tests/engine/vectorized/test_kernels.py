@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pfl.engine.operators import has_onednn, onednn_product
 from lightning_pfl.engine.program import batchable_kernels
@@ -42,13 +43,14 @@ def check(
 
     results = []
     for run in (torch.vmap(fast, in_dims=dims), alone):
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        leaves = [tensor.clone() for tensor in tensors]
+        numbers = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
         out = run(*leaves)
         shares = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
-        grads = torch.autograd.grad((out * shares).sum(), leaves)
+        grads = torch.autograd.grad((out * shares).sum(), numbers)
         results.append((out.detach(), *grads))
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -401,3 +403,63 @@ def test_classes_out_of_range_are_refused_as_without_vmap() -> None:
         with pytest.raises(RuntimeError, match=r"index 4 is out of bounds .* with size 4"):
             torch.vmap(lambda y: F.one_hot(y, 4))(labels)
     assert torch.equal(found, F.one_hot(labels, 5))
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "mean": (F.cross_entropy, {}),
+    "sum": (F.cross_entropy, {"reduction": "sum"}),
+    "each": (F.cross_entropy, {"reduction": "none"}),
+    "an ignored class": (F.cross_entropy, {"ignore_index": 1}),
+    "each but a class": (F.cross_entropy, {"ignore_index": 1, "reduction": "none"}),
+    "weights": (F.cross_entropy, {"weight": torch.tensor([1.0, 2.0, 0.0, 0.5]).double()}),
+    "smooth labels": (F.cross_entropy, {"label_smoothing": 0.1}),
+    "logarithms": (F.nll_loss, {}),
+    "logarithms but of a class": (F.nll_loss, {"ignore_index": 1, "reduction": "sum"}),
+}
+
+
+@pytest.mark.parametrize(("loss", "settings"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("dims", [(0, 0), (1, 1), (2, None), (None, 0)])
+def test_losses_of_classes(
+    loss: Callable[..., Tensor], settings: dict[str, Any], dims: Dims
+) -> None:
+    """The last client's labels are all of the class that may be ignored: a mean of nothing."""
+    shape, labels = [6, 4], torch.tensor([[1, 3, 0, 1, 1, 2], [2, 2, 0, 3, 2, 0], [1] * 6])
+    if dims[0] is not None:
+        shape.insert(dims[0], CLIENTS)
+    labels = labels[0] if dims[1] is None else labels.movedim(0, dims[1])
+    check(lambda x, y: loss(x, y, **settings), [draw(*shape), labels], dims)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_losses_of_one_sample_and_of_several_values(several: bool) -> None:
+    shape, labels = ((2, 4, 3), (2, 3)) if several else ((4,), ())
+    check(F.cross_entropy, [draw(CLIENTS, *shape), torch.randint(4, (CLIENTS, *labels))], (0, 0))
+
+
+def test_losses_of_probabilities() -> None:
+    check(F.cross_entropy, [draw(CLIENTS, 6, 4), draw(CLIENTS, 6, 4).softmax(-1)], (0, 0))
+
+
+def test_losses_of_classes_are_one_operator() -> None:
+    """Of all clients' samples, where torch's rule compares, selects and gathers."""
+    names: set[str] = set()
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    notes: Any = Notes
+    x, y = draw(CLIENTS, 6, 4).requires_grad_(), torch.randint(4, (CLIENTS, 6))
+    with notes(), FastKernels():
+        torch.vmap(partial(F.cross_entropy, reduction="none"))(x, y).sum().backward()
+    assert {name for name in names if "loss" in name} == {"nll_loss_forward", "nll_loss_backward"}
+    assert names.isdisjoint({"ne", "where", "gather", "neg", "scatter_add"})
+
+
+def test_losses_refuse_classes_out_of_range() -> None:
+    with FastKernels(), pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        torch.vmap(F.cross_entropy)(draw(CLIENTS, 2, 4), torch.full((CLIENTS, 2), 4))
