@@ -3,7 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +40,8 @@ def run(
     cache: bool = True,
     data: Any = None,
     only: int | None = 0,
+    engine: str | None = None,
+    chunk_size: int | None = None,
     **options: Any,
 ) -> LocalRound:
     """A round of an engine: FedRep's head phase, unless the arguments say otherwise."""
@@ -49,8 +51,8 @@ def run(
         FedRep(head_epochs=2) if method is None else method,
         module,
         image_clients() if data is None else data,
-        ENGINE,  # type: ignore[arg-type]
-        settings=EngineSettings(feature_cache=cache),
+        engine or ENGINE,  # type: ignore[arg-type]
+        settings=EngineSettings(feature_cache=cache, chunk_size=chunk_size),
         only=only,
         **options,
     )
@@ -61,18 +63,21 @@ def used(outcome: LocalRound) -> bool:
     return outcome.engine.prefix.used
 
 
-def same(
-    make: Callable[[], Any],
-    method: Callable[[], Method] = lambda: FedRep(head_epochs=2),
-    data: Any = None,
-    sizes: Iterable[int | None] = (2,),
-    **options: Any,
+def is_right(
+    make: Callable[[], Any], cached: bool, transform: str = "forward", **options: Any
 ) -> None:
-    """The engine has the numbers of the reference."""
-    data = image_clients() if data is None else data
-    if ENGINE == "sequential":
-        options, sizes = {}, (None,)
-    compare(make, data, method, sizes, engine=ENGINE, **options)
+    """The engine has the numbers of the reference, with the cache or without it."""
+    kind = {"transform": transform} if ENGINE == "vectorized" else {}
+    found = run(make, chunk_size=3, **options, **kind)
+    expected = run(make, engine="reference", **options)
+    assert used(found) == cached
+    assert not used(expected)
+    for got, want in (
+        (found.result.uploads, expected.result.uploads),
+        (found.result.client_state, expected.result.client_state),
+        (found.result.logs, expected.result.logs),
+    ):
+        assert_trees_close(got, want)
 
 
 class Custom(PersonalizedModule):
@@ -127,8 +132,10 @@ def test_the_backbone_runs_once_per_sample(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(rows) >= 5 * 4  # five epochs of up to four minibatches
 
 
+@pytest.mark.parametrize("_engine", ["vectorized"], indirect=True)
 def test_chunk_sizes() -> None:
-    same(cnn, sizes=(None, 1, 2, 3, 5))
+    """Of whole rounds, whose second phase trains the backbone."""
+    compare(cnn, image_clients(), lambda: FedRep(head_epochs=2), (None, 1, 2, 3, 5))
 
 
 def test_large_data_is_passed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +154,6 @@ def test_features_that_would_fill_the_memory_are_not_kept(monkeypatch: pytest.Mo
 # --- where it must be off ---
 
 
-def is_off_and_right(make: Callable[[], Any], data: Any = None, **options: Any) -> None:
-    """The cache isn't used, and both engines agree."""
-    assert not used(run(make, data=data, **options))
-    same(make, data=data, **options)
-
-
 def test_a_trained_backbone() -> None:
     assert not used(run(cnn, FedAvg(local_epochs=3)))
     assert not used(run(cnn, FedPer(local_epochs=3)))
@@ -161,11 +162,8 @@ def test_a_trained_backbone() -> None:
 def test_a_personal_backbone() -> None:
     """Frozen, but every client's own, which is no obstacle for one after another."""
 
-    def make() -> FedRep:
-        return FedRep(personal="backbone", head_epochs=1, body_epochs=3)
-
-    assert used(run(cnn, make(), only=1)) == (ENGINE == "sequential")
-    same(cnn, make)
+    method = FedRep(personal="backbone", head_epochs=1, body_epochs=3)
+    is_right(cnn, cached=ENGINE == "sequential", method=method, only=1)
 
 
 def test_one_epoch_uses_each_feature_once() -> None:
@@ -173,7 +171,7 @@ def test_one_epoch_uses_each_feature_once() -> None:
 
 
 def test_dropout_in_the_backbone() -> None:
-    is_off_and_right(lambda: cnn(dropout=0.3))
+    is_right(lambda: cnn(dropout=0.3), cached=False)
 
 
 def test_dropout_in_eval_mode_is_no_obstacle() -> None:
@@ -182,8 +180,7 @@ def test_dropout_in_eval_mode_is_no_obstacle() -> None:
         module.backbone.eval()
         return module
 
-    assert used(run(make))
-    same(make)
+    is_right(make, cached=True)
 
 
 def test_dropout_in_the_head_is_no_obstacle() -> None:
@@ -192,8 +189,7 @@ def test_dropout_in_the_head_is_no_obstacle() -> None:
         module.head = nn.Sequential(nn.Dropout(0.5), module.head)
         return module
 
-    assert used(run(make))
-    same(make)
+    is_right(make, cached=True)
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-4])
@@ -203,7 +199,7 @@ def test_augmentation(strength: float) -> None:
     def jitter(batch: Any) -> Any:
         return batch[0] + strength * torch.randn_like(batch[0]), batch[1]
 
-    is_off_and_right(cnn, image_clients(augment=jitter))
+    is_right(cnn, cached=False, data=image_clients(augment=jitter))
 
 
 class SecondModel(Method):
@@ -238,15 +234,13 @@ class SecondModel(Method):
 
 def test_a_second_model_has_features_of_its_own() -> None:
     """One after another, a user's method keeps none, as it may write to weights."""
-    assert used(run(cnn, SecondModel())) == (ENGINE == "vectorized")
-    same(cnn, SecondModel)
+    is_right(cnn, cached=ENGINE == "vectorized", method=SecondModel())
 
 
 @pytest.mark.parametrize("_engine", ["sequential"], indirect=True)
 def test_a_second_model_of_a_known_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SequentialEngine, "keeps_features", True)
-    assert used(run(cnn, SecondModel()))
-    same(cnn, SecondModel)
+    is_right(cnn, cached=True, method=SecondModel())
 
 
 class Looking(Method):
@@ -311,7 +305,7 @@ class Centred(nn.Module):
 
 
 def test_noise_in_the_backbone() -> None:
-    is_off_and_right(lambda: Custom(Noise()))
+    is_right(lambda: Custom(Noise()), cached=False)
 
 
 def test_noise_before_the_backbone() -> None:
@@ -319,11 +313,11 @@ def test_noise_before_the_backbone() -> None:
         def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
             return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]))
 
-    is_off_and_right(NoisyInputs)
+    is_right(NoisyInputs, cached=False)
 
 
 def test_features_that_depend_on_the_batch() -> None:
-    is_off_and_right(lambda: Custom(Centred()))
+    is_right(lambda: Custom(Centred()), cached=False)
 
 
 @pytest.mark.parametrize("broken", [[3], [0, 3], [0, 1, 2, 3, 4]])
@@ -359,7 +353,7 @@ class Signed(nn.Module):
 
 @pytest.mark.parametrize("_engine", ["sequential"], indirect=True)
 def test_a_layer_that_branches_on_numbers() -> None:
-    is_off_and_right(lambda: Custom(Signed()))
+    is_right(lambda: Custom(Signed()), cached=False)
 
 
 @pytest.mark.parametrize("_engine", ["sequential"], indirect=True)
@@ -369,7 +363,7 @@ def test_a_hook() -> None:
         module.backbone.register_forward_hook(lambda *given: given[-1] * 1.5)
         return module
 
-    is_off_and_right(make)
+    is_right(make, cached=False)
 
 
 def test_a_step_that_calls_the_backbone_twice() -> None:
@@ -378,7 +372,7 @@ def test_a_step_that_calls_the_backbone_twice() -> None:
             x, y = batch
             return F.cross_entropy(self(x) + self(-x.flip(-1)), y)
 
-    is_off_and_right(Twice)
+    is_right(Twice, cached=False)
 
 
 def test_a_step_that_does_not_call_the_backbone_as_a_module() -> None:
@@ -389,7 +383,7 @@ def test_a_step_that_does_not_call_the_backbone_as_a_module() -> None:
                 x = layer(x)
             return F.cross_entropy(self.head(x), y)
 
-    is_off_and_right(ByHand)
+    is_right(ByHand, cached=False)
 
 
 def test_features_that_are_no_tensor_with_a_row_per_sample() -> None:
@@ -401,7 +395,7 @@ def test_features_that_are_no_tensor_with_a_row_per_sample() -> None:
         def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
             return F.cross_entropy(self.head(self.backbone(batch[0])[0]), batch[1])
 
-    is_off_and_right(lambda: OfPair(Pair()))
+    is_right(lambda: OfPair(Pair()), cached=False)
 
 
 def test_a_recurrent_backbone() -> None:
@@ -417,7 +411,7 @@ def test_a_recurrent_backbone() -> None:
     def make() -> PersonalizedModule:
         return PersonalizedModule(Last(), nn.Linear(6, CLASSES), lr=0.1).double()
 
-    same(make, transform="grad")
+    is_right(make, cached=True, transform="grad")
 
 
 def test_a_module_without_backbone() -> None:
@@ -432,4 +426,4 @@ def test_a_module_without_backbone() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    is_off_and_right(Plain)
+    is_right(Plain, cached=False)
