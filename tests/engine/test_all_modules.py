@@ -121,7 +121,7 @@ NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(("make", "transform"), NETWORKS.values(), ids=NETWORKS)
 def test_networks(make: Callable[[], Sequence], transform: str) -> None:
-    outcome = compare(make, sequence_clients(), chunk_sizes=(1, 3), transform=transform)
+    outcome = compare(make, sequence_clients(), transform=transform)
     assert moved(outcome, "out.weight") == [size > 0 for size in SIZES]
 
 
@@ -201,6 +201,7 @@ def test_tied_weights_stay_one_parameter() -> None:
     assert moved(outcome, "layer.weight") == [size > 0 for size in SIZES]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
 @pytest.mark.parametrize("settings", [{}, {"clip_value": 0.05}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("batch_size", [3, 100])

@@ -67,7 +67,7 @@ def is_right(
     make: Callable[[], Any], cached: bool, transform: str = "forward", **options: Any
 ) -> None:
     """The engine has the numbers of the reference, with the cache or without it."""
-    kind = {"transform": transform} if ENGINE == "vectorized" else {}
+    kind: dict[str, Any] = {"transform": transform} if ENGINE == "vectorized" else {}
     found = run(make, chunk_size=3, **options, **kind)
     expected = run(make, engine="reference", **options)
     assert used(found) == cached

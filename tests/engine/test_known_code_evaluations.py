@@ -190,7 +190,7 @@ def test_honest_steps_are_replayed(make: Any, change: Any, often: bool) -> None:
     assert all(len(one.values) for one in found)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("make", "change"), AT_ONCE, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
 )

@@ -147,6 +147,11 @@ class HasTwoNames(Measured):
 NOTED = [Measured, Updated, LogsValues, Several, Twice, ChangesLater, AsksForTheClass, HasTwoNames]
 
 
+def slow(kinds: list[type[Measured]]) -> list[Any]:
+    """Of kinds that the tests of evaluations have, those of steps are slow; and the reverse."""
+    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
 class States(Callback):
     """Keeps what objects hold after each client and each evaluation."""
 
@@ -186,12 +191,11 @@ def assert_same_states(one: States, other: States) -> None:
         assert all(torch.equal(*map(torch.as_tensor, (found[k], expected[k]))) for k in found)
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.quick
-@pytest.mark.parametrize("make", [*NOTED, Skips])
+@pytest.mark.parametrize("make", [*NOTED[::2], *slow(NOTED[1::2]), Skips])
 def test_recorded_steps_measure_what_steps_do(make: type[Measured]) -> None:
     (recorded, states), (plain, expected) = (run(make, limit) for limit in (99, 0))
-    assert replays(recorded) > 5
+    assert replays(recorded) > 3
     assert_same(recorded, plain)
     assert_same_states(states, expected)
     reference, _ = run(make, 0, engine="reference")
@@ -394,8 +398,7 @@ OTHER += [Copies, GivesNumbers, Collects, InADict, HasWindow, HasItsOwn]
 OTHER += [Branches, Compares, Formats]
 
 
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("make", OTHER)
+@pytest.mark.parametrize("make", [*OTHER[::3], *slow([*OTHER[1::3], *OTHER[2::3]])])
 def test_steps_that_do_more_with_objects_are_taken(make: type[Measured]) -> None:
     (recorded, states), (plain, expected) = (run(make, limit) for limit in (99, 0))
     assert replays(recorded) == 0
@@ -467,8 +470,7 @@ def test_a_resumed_run_measures_the_same(tmp_path: Any) -> None:
 # --- evaluations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("make", NOTED)
+@pytest.mark.parametrize("make", [*NOTED[1::2], *slow(NOTED[::2])])
 def test_recorded_evaluations_measure_what_steps_do(make: type[Measured]) -> None:
     found, replays = evaluate(make)
     assert_same_values(found, evaluate(make, limit=0)[0])
@@ -478,8 +480,7 @@ def test_recorded_evaluations_measure_what_steps_do(make: type[Measured]) -> Non
         assert_trees_close(one.values, other.values)
 
 
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("make", OTHER)
+@pytest.mark.parametrize("make", [*OTHER[1::3], *OTHER[2::3], *slow(OTHER[::3])])
 def test_evaluations_that_do_more_with_objects_are_taken(make: type[Measured]) -> None:
     found, replays = evaluate(make)
     assert_same_values(found, evaluate(make, limit=0)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,21 +32,26 @@ class AskingForGradients(Dataset[tuple[Tensor, ...]]):
         return x.clone().requires_grad_(self.asks), y
 
 
+def trained(asks: bool, engine: str, rounds: int = 3, path: Path | None = None) -> Fit:
+    data = image_clients((8, 8, 5))
+    loaders = [
+        DataLoader(AskingForGradients(data, client, asks), batch_size=4, shuffle=True)
+        for client in range(3)
+    ]
+    all_of = FederatedLoaders(loaders)
+    return fit(FedAvg(local_epochs=2), all_of, cnn(), rounds, engine, ckpt_path=path)
+
+
+@cache
+def of_plain_samples() -> Fit:
+    return trained(False, "reference")
+
+
 @pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "auto"])
 def test_samples_of_dataloaders_may_require_gradients(engine: str, tmp_path: Path) -> None:
     """Each step is taken, with the same result, also after a resume."""
-    data = image_clients((8, 8, 5))
-
-    def trained(asks: bool, engine: str, rounds: int = 3, path: Path | None = None) -> Fit:
-        loaders = [
-            DataLoader(AskingForGradients(data, client, asks), batch_size=4, shuffle=True)
-            for client in range(3)
-        ]
-        all_of = FederatedLoaders(loaders)
-        return fit(FedAvg(local_epochs=2), all_of, cnn(), rounds, engine, ckpt_path=path)
-
     found = trained(True, engine)
-    assert_trees_close(found.server, trained(False, "reference").server)
+    assert_trees_close(found.server, of_plain_samples().server)
     resumed = trained(True, engine, path=trained(True, engine, 1).save(tmp_path / "run.ckpt"))
     assert_trees_equal(resumed.server, found.server)
 

@@ -486,6 +486,7 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
     return function
 
 
+@pytest.mark.sweep(100)
 @pytest.mark.parametrize("seed", range(200))
 def test_programs_of_all_kinds(seed: int) -> None:
     """Three tensors are in place, of which the results are copied; one is an argument."""
