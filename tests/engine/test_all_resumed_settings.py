@@ -268,7 +268,7 @@ def require_resumed(
         assert resumed.metrics == whole.metrics, message
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "name",
     [

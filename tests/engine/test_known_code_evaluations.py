@@ -43,6 +43,7 @@ from tests.engine.users_steps import (
     ReadsAttribute,
     Regularised,
     as_they_were,
+    nothing,
     set_logs,
     set_scale,
 )
@@ -107,6 +108,7 @@ def evaluate(
     record: bool = True,
     numbers: tuple[int | None, ...] = (None,),
     at_once: bool = False,
+    evaluations: int | None = None,
 ) -> tuple[list[Evaluation], int]:
     """Evaluate some times, and count replays.
 
@@ -118,13 +120,15 @@ def evaluate(
         record: Whether steps may be recorded.
         numbers: The numbers of data sets, one after another.
         at_once: Whether two clients at once, of which one without ``record`` is watched in all.
+        evaluations: How often; None for ``EVALUATIONS``.
     """
     found, done, data = [], 0, image_clients(SIZES)
+    evaluations = EVALUATIONS if evaluations is None else evaluations
     with pytest.MonkeyPatch.context() as patch, quiet():
         patch.setattr(trace, "LIMIT", limit)
         as_they_were(patch)
         module = evaluating(make)
-        module.trainer = quiet_trainer(FederatedStrategy(FedAvg()), EVALUATIONS)
+        module.trainer = quiet_trainer(FederatedStrategy(FedAvg()), evaluations)
         split, settings = ParameterSplit(module), EngineSettings()
         engine: Any = SequentialEngine(module, split, settings, record=record)
         if at_once:
@@ -140,7 +144,7 @@ def evaluate(
                 change(module, done)
             return often
 
-        for number in range(EVALUATIONS):
+        for number in range(evaluations):
             module.trainer.fit_loop.epoch_progress.current.processed = number
             module.eval()
             if number and not often:
@@ -182,8 +186,11 @@ OFTEN = pytest.mark.parametrize(
 )
 @OFTEN
 def test_honest_steps_are_replayed(make: Any, change: Any, often: bool) -> None:
-    found, replays = evaluate(make, change, often)
-    expected, none = evaluate(make, change, often, limit=0)
+    # The number of the evaluation is another one in each, and what changes after each client has
+    # changed often enough in two.
+    times = 5 if not often else 3 if change is nothing else 2
+    found, replays = evaluate(make, change, often, evaluations=times)
+    expected, none = evaluate(make, change, often, limit=0, evaluations=times)
     assert none == 0
     assert_same(found, expected)
     assert replays > 5
@@ -267,8 +274,8 @@ def test_means_of_samples_are_replayed(
 )
 @OFTEN
 def test_steps_that_may_read_more_are_taken(make: Any, change: Any, often: bool) -> None:
-    found, replays = evaluate(make, change, often)
-    assert_same(found, evaluate(make, change, often, limit=0)[0])
+    found, replays = evaluate(make, change, often, evaluations=2)
+    assert_same(found, evaluate(make, change, often, limit=0, evaluations=2)[0])
     assert replays == 0
 
 
@@ -278,7 +285,7 @@ def test_steps_that_may_read_more_are_taken(make: Any, change: Any, often: bool)
 def test_steps_of_many_clients_that_may_read_more_are_taken(make: Any, change: Any) -> None:
     def run(record: bool) -> Any:
         try:
-            return evaluate(make, change, True, record=record, at_once=True)
+            return evaluate(make, change, True, record=record, at_once=True, evaluations=2)
         except Exception as error:
             return str(error), 0
 

@@ -125,7 +125,7 @@ def models(run: Fit) -> Tree:
 
 
 # Evaluations of all of them are in test_known_code_evaluations.py.
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("make", "change"), HONEST, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
 )
