@@ -12,7 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, distributed
 
-from lightning_pfl.core.sums import as_rows, double_sum, largest, rounded, rounding, sum_above
+from lightning_pfl.core.sums import (
+    as_rows,
+    double_sum,
+    largest,
+    round_to,
+    rounded,
+    rounding,
+    sum_above,
+)
 from lightning_pfl.core.tree import Path, Tree, leaf_at, map_items
 from lightning_pfl.federation.ranks import Kind, Ranks, RankShard, kinds_of
 
@@ -124,7 +132,9 @@ def _exact_means(
     ]
     total = dict(zip(floats, ranks.all_reduce(sums, distributed.ReduceOp.SUM), strict=True))
     return {
-        path: (low[path].double() + total[path] if path in total else high[path]).to(kind.dtype)
+        path: round_to(low[path].double() + total[path], kind.dtype)
+        if path in total
+        else high[path].to(kind.dtype)
         for path, kind in kinds.items()
     }
 

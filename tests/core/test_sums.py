@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core import sums
+from tests.core.exact_sums import of_exact_sums
 
 pytestmark = pytest.mark.quick
 
@@ -100,30 +101,18 @@ def test_means_have_the_bits_of_exact_sums(dtype: torch.dtype, count: int) -> No
         rows[::2, 2000:3000] += step
     weights = torch.rand(count, generator=generator, dtype=torch.float64)
     for each in (torch.full_like(weights, 1 / count), weights / weights.sum()):
-        low, total = sums.sum_above(rows, each)
         mean = sums.mean_of_rows(rows, each)
-        assert torch.equal(mean, (low.double() + total).to(dtype))
+        assert torch.equal(mean, of_exact_sums(rows, each))
         order = torch.randperm(count, generator=generator)
         again = sums.mean_of_rows(rows[order].view(count, 40, 100), each[order])
         assert torch.equal(again.flatten(), mean)
 
 
-@pytest.mark.parametrize(
-    ("weights", "most"), [(torch.linspace(1.0, 9.0, 10), 20), (torch.ones(3), 2000)]
-)
-def test_few_columns_need_exact_sums(
-    weights: Tensor, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But those whose mean is halfway between two numbers, as every fourth one of a quarter, a
-    quarter and half. Of these only the columns of the first part are tried.
-    """
-    rows = 1 + torch.rand(len(weights), 20000, generator=torch.Generator().manual_seed(0))
-    rows[:, 5] = 1.0
-    rows[-1, 5] = 1 + 2 * 1.5 * 2**-23  # of weight 1/2: 3/2 of the spacing above 1
-    weights = weights.double()
-    weights /= 2 * weights[:-1].sum()
-    weights[-1] = 0.5
-    monkeypatch.setattr(sums, "DOUBLED", len(rows) * 2000)
+@pytest.mark.parametrize("count", [2, 3, 4, 10])
+def test_few_columns_need_exact_sums(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those halfway between two numbers, as every fourth one of four clients."""
+    rows = 1 + torch.rand(count, 20000, generator=torch.Generator().manual_seed(0))
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
     exact: list[int] = []
     really = sums.sum_above
 
@@ -133,15 +122,29 @@ def test_few_columns_need_exact_sums(
 
     monkeypatch.setattr(sums, "sum_above", counted)
     mean = sums.mean_of_rows(rows, weights)
+    assert exact == []
+    # Nearer to halfway, after it is moved, than a sum in double precision may be off.
+    weights[:2] = (weights[0] + weights[1]) * torch.tensor(halves(), dtype=torch.float64)
+    beside = torch.ones(count, 20000)
+    beside[1, 5], beside[2:, 5] = 1 + 2.0**-23, 0
+    weights[2:] = 0
+    weights /= weights[0] + weights[1]
+    found = sums.mean_of_rows(beside, weights)
+    assert exact == [1]
     monkeypatch.undo()
-    low, total = sums.sum_above(rows, weights)
-    assert torch.equal(mean, (low.double() + total).float())
-    assert 0 < exact[-1] < most
-    assert exact[:-1] == ([] if most == 20 else [2000] * 9)
+    assert torch.equal(mean, of_exact_sums(rows, torch.full((count,), 1 / count).double()))
+    assert torch.equal(found, of_exact_sums(beside, weights))
 
 
-def test_two_clients_of_equal_weight_are_averaged_exactly() -> None:
-    """By one sum in single precision, with the bits of exact sums: means are rounded once."""
+def halves() -> list[float]:
+    """Return weights of 1 and the next number, by whose mean a moved one is halfway."""
+    second = ((1 + Fraction(1, 2**24)) / (1 + Fraction(1, 2**36)) - 1) * 2**23
+    return [float(1 - second), float(second)]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_halfway_means_round_away_from_zero(count: int) -> None:
+    """And others to the nearest number, if they aren't as good as halfway."""
     generator = np.random.default_rng(0)
     first = generator.standard_normal(2000, dtype=np.float32)
     # Some halves of the spacing, and the next number: next to halfway between two numbers.
@@ -152,28 +155,30 @@ def test_two_clients_of_equal_weight_are_averaged_exactly() -> None:
     least = np.array([[1e-45, 1e-45, -1e-45, -0.0], [0.0, 3e-45, 0.0, -0.0]], np.float32)
     beside = np.stack([first, second])
     parts = beside, beside - first, anything, np.float32(1e-38) * anything, least
-    rows = torch.from_numpy(np.concatenate(parts, 1))
-    weights = torch.full((2,), 0.5, dtype=torch.float64)
+    rows = torch.from_numpy(np.concatenate(parts, 1)).repeat(count // 2, 1)
+    rows[0] = rows[-2]
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
     mean = sums.mean_of_rows(rows, weights)
-    low, total = sums.sum_above(rows, weights)
-    exact_sums = (low.double() + total).float()
-    assert torch.equal(mean.view(torch.int32), exact_sums.view(torch.int32))
+    bits = of_exact_sums(rows, weights).view(torch.int32)
+    assert torch.equal(mean.view(torch.int32), bits)
     for found, column in zip(mean.numpy(), rows.T.tolist(), strict=True):
-        exact = sum(map(Fraction, column), Fraction(0)) / 2
-        error = abs(Fraction(float(found)) - exact)
+        exact = sum(map(Fraction, column), Fraction(0)) / count
+        error = Fraction(float(found)) - exact
         beyond = [float(np.nextafter(found, np.float32(end))) for end in (-np.inf, np.inf)]
         others = min(abs(Fraction(x) - exact) for x in beyond if math.isfinite(x))
-        even = found.view(np.uint32) % 2 == 0
-        assert error < others or (error == others and even)
+        as_good_as_halfway = abs(exact) * Fraction(1, 2**35)
+        if abs(abs(error) - others) <= as_good_as_halfway:
+            assert error * exact >= 0  # away from zero
+        else:
+            assert abs(error) < others
 
 
 def test_weights_that_do_not_sum_to_one_make_all_columns_doubtful() -> None:
     """Then a mean isn't a sum of differences, and is the one of before."""
     rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([0.1, 0.2, 0.3, 0.3], dtype=torch.float64)
-    low, total = sums.sum_above(rows, weights)
     mean = sums.mean_of_rows(rows, weights)
-    assert torch.equal(mean, (low.double() + total).float())
+    assert torch.equal(mean, of_exact_sums(rows, weights))
 
 
 def test_small_leaves_have_the_bits_that_each_has_alone() -> None:
@@ -184,9 +189,8 @@ def test_small_leaves_have_the_bits_that_each_has_alone() -> None:
     weights = torch.full((7,), 1 / 7, dtype=torch.float64)
     means = sums.means_of_rows(leaves, weights)
     for mean, leaf in zip(means, leaves, strict=True):
-        low, total = sums.sum_above(leaf, weights)
         assert mean.dtype == leaf.dtype
-        assert torch.equal(mean, (low.double() + total).to(leaf.dtype))
+        assert torch.equal(mean, of_exact_sums(leaf, weights))
     memory = [mean.untyped_storage().data_ptr() for mean in means if mean.numel()]
     assert len(set(memory)) == len(memory)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_pfl.core import tree
-from lightning_pfl.core.sums import sum_above
 from lightning_pfl.federation import means
 from lightning_pfl.federation.means import mean_over_ranks
 from lightning_pfl.federation.ranks import Ranks, form_of
+from tests.core.exact_sums import of_exact_sums
 from tests.federation.thread_ranks import everywhere, trees
 
 
@@ -72,8 +72,7 @@ def test_plain_sums_of_large_uploads_have_the_bits_of_exact_ones(
     for name, leaf in uploads.items():
         expected = leaf.amax(0)
         if leaf.is_floating_point():
-            low, total = sum_above(leaf, weights)
-            expected = (low.double() + total).to(leaf.dtype)
+            expected = of_exact_sums(leaf, weights)
         for one in found:
             assert one[name].dtype == leaf.dtype
             assert one[name].shape == leaf.shape[1:]
