@@ -223,14 +223,14 @@ def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
     flat = as_rows(leaf)
     start = None if origin is None else as_rows(origin)
     wide = torch.promote_types(leaf.dtype, torch.float32)
-    total = torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
     together = _columns_at_once(flat)
-    for first in range(0, flat.shape[1], together):
+    parts: list[Tensor] = []
+    for first in range(0, max(flat.shape[1], 1), together):
         at = slice(first, first + together)
         some = flat[:, at] if start is None else flat[:, at].to(wide) - start[:, at]
         # Reads single precision as double, where a copy would cost more than the sum.
-        total += torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square()
-    return total
+        parts.append(torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square_())
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _doubled(flat: Tensor, start: Tensor | None, at: slice) -> Tensor:

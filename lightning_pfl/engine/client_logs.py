@@ -260,7 +260,10 @@ class LogsInTurn:
     def _flush(self) -> None:
         if not self._count:
             return
-        numbers = torch.cat([some.to(self.device) for some in self._numbers]).cpu().double()
+        there = self._numbers
+        if self.device.type != "cpu":  # where some may be, and all are otherwise
+            there = [some.to(self.device) for some in there]
+        numbers = torch.cat(there).cpu().double()
         for (name, kind), each in self._queue.items():
             rows, weights, at = zip(*each, strict=True)
             if (name, kind) not in self._reduced:
