@@ -229,7 +229,7 @@ def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
         at = slice(first, first + together)
         some = flat[:, at] if start is None else flat[:, at].to(wide) - start[:, at]
         # Reads single precision as double, where a copy would cost more than the sum.
-        parts.append(torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square_())
+        parts.append(torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square())
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
